@@ -1,0 +1,103 @@
+"""The `Store` protocol: what the engine needs of an object store.
+
+Implemented by `s3`, `directory` and `testing.memory`; all three pass `testing.conformance`.
+Every method runs on one event loop and may be cancelled at any await. Keys are relative to the
+store's own prefix, ASCII, and never the folder of another key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
+
+Buffer = bytes | bytearray | memoryview
+"""Anything that a store accepts as part of a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """A whole object or a range of it.
+
+    Attributes:
+        body: the bytes received, in the buffer that the caller's `into` supplied.
+        start: offset of the first byte of `body` in the object.
+        info: the object; `info.size` is the size of the whole object, not of the range.
+    """
+
+    body: memoryview
+    start: int
+    info: ObjectInfo
+
+
+class Store(Protocol):
+    """Asynchronous access to one prefix of an object store."""
+
+    async def get(
+        self,
+        key: str,
+        *,
+        into: Callable[[int], memoryview],
+        start: int = 0,
+        length: int | None = None,
+        if_match: str | None = None,
+    ) -> GetResult | None:
+        """Read an object or a range of it.
+
+        A range that reaches beyond the end is cut there; a range of an empty object is empty.
+
+        Args:
+            key: object key below the store's prefix.
+            into: called once with the number of bytes to come (after the answer's header);
+                returns a writable buffer of at least that size. May raise `ECS3Error` to refuse.
+            start: first byte.
+            length: bytes wanted, None for all up to the end.
+            if_match: ETag that the object must still have.
+
+        Returns:
+            None when there is no such object. Never a short body.
+
+        Raises:
+            RemoteChangedError: the object has another ETag than `if_match`.
+            RemoteError: any other failure.
+        """
+        ...
+
+    async def put(
+        self,
+        key: str,
+        parts: Sequence[Buffer],
+        *,
+        if_absent: bool = True,
+        if_match: str | None = None,
+    ) -> PutOutcome:
+        """Write one object, whole or not at all; the body is the concatenation of `parts`.
+
+        Args:
+            key: object key below the store's prefix.
+            parts: body, in order; must not change until the call returns.
+            if_absent: leave an existing object alone (`EXISTS`).
+            if_match: replace only the object with this ETag (`CHANGED` otherwise, also when it
+                is gone); excludes `if_absent`, which is then ignored.
+        """
+        ...
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """Describe an object, None when there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, in key order, without foreign files."""
+        ...
+
+    async def delete(self, keys: Sequence[str]) -> DeleteReport:
+        """Delete keys; one that does not exist counts as deleted, one that fails is reported."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections; idempotent. Later calls raise `ClosedError`."""
+        ...

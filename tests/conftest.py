@@ -1,0 +1,34 @@
+"""Shared fixtures: no test sees the machine's AWS settings, and one S3 server serves them all."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.register_assert_rewrite("ec_s3.testing.conformance")
+
+from ec_s3.testing.moto import bucket, s3_server  # noqa: E402  # after the registration
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["bucket", "s3_server"]
+
+
+@pytest.fixture(autouse=True)
+def isolated_aws(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fake keys and empty AWS configuration; returns the folder of the configuration files."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "BOTO_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    folder = tmp_path_factory.mktemp("aws")
+    for name in ("config", "credentials"):
+        (folder / name).touch()
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return folder
