@@ -1,0 +1,368 @@
+"""`S3Store`: the store protocol over any S3-compatible object store.
+
+Owns the verbs and what a store's answers mean. Runs on the event loop that first used it; any
+number of calls may run at once. It never retries what the SDK has retried already: only a body
+that broke off, and a conflicting conditional write, are asked for again, within the deadline.
+
+A call has one deadline for everything it does, `S3Options.total_timeout`, plus as much again for
+each further 64 MiB of its body. Closing the store makes the deadlines of running calls due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from botocore.exceptions import ClientError
+
+from ec_s3.errors import ClosedError, ECS3Error, RemoteError, RemoteThrottledError
+from ec_s3.transfer import Download, MultipartRefusedError, object_info, upload_parts
+from ec_s3.transport import (
+    SDK_ERRORS,
+    Body,
+    Connection,
+    map_error,
+    place,
+    retry_after,
+    status_of,
+)
+from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
+from ec_s3.url import S3Location, S3Options, check_key, is_key
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from types_aiobotocore_s3.client import S3Client
+
+    from ec_s3.store import Buffer, GetResult
+
+logger = logging.getLogger(__name__)
+
+_MULTIPART_BYTES = 64 << 20
+_DELETES_AT_ONCE = 16
+_BODY_ATTEMPTS = 5
+_CONFLICT_ATTEMPTS = 5
+_CLOSE_SECONDS = 0.5
+_WARN_SECONDS = 60.0
+_UNSUPPORTED = ("NotImplemented", "InvalidArgument", "InvalidRequest")
+_DENIED_OR_ABSENT = ("AccessDenied", "Forbidden", "403", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    client: S3Client
+    key: str
+    target: dict[str, Any]
+    deadline: asyncio.Timeout
+
+
+class _Pace:
+    """How long writers wait after a store asked for a slower pace; readers go ahead at once."""
+
+    def __init__(self) -> None:
+        self._step = 0.0
+        self._resume = 0.0
+
+    async def wait(self) -> None:
+        await asyncio.sleep(max(0.0, self._resume - time.monotonic()))
+
+    def slower(self, asked: float) -> None:
+        self._step = min(8.0, max(0.1, 2 * self._step))
+        pause = max(self._step * random.uniform(0.5, 1.0), min(asked, 10.0))  # noqa: S311  # jitter
+        self._resume = time.monotonic() + pause
+
+    def faster(self) -> None:
+        self._step = self._step / 2 if self._step > 0.1 else 0.0
+
+
+def _jitter(attempt: int) -> float:
+    """Seconds before a repeated attempt, none before the first."""
+    return random.uniform(0.5, 1.0) * 0.05 * 2**attempt if attempt else 0.0  # noqa: S311  # jitter
+
+
+class S3Store:
+    """One prefix of a bucket; see `ec_s3.store.Store` for what the methods promise.
+
+    A 404, and without the right to list the bucket a 403, mean "no such object" to a read. A store
+    that does not know conditional writes gets a HEAD and a plain PUT instead, from the first time
+    that a plain PUT succeeded where the conditional one was refused.
+    """
+
+    def __init__(self, location: S3Location, options: S3Options | None = None) -> None:
+        self._location = location
+        self._options = options or S3Options()
+        self._connection = Connection(location, self._options)
+        self._calls: set[asyncio.Timeout] = set()
+        self._drained: asyncio.Event | None = None
+        self._closed = False
+        self._pace = _Pace()
+        self._conditional = True
+        self._multipart = True
+        self._warned: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"S3Store({str(self._location)!r})"
+
+    async def get(
+        self,
+        key: str,
+        *,
+        into: Callable[[int], memoryview],
+        start: int = 0,
+        length: int | None = None,
+        if_match: str | None = None,
+    ) -> GetResult | None:
+        """Read an object or a range of it; a body that breaks off is continued from there."""
+        download = Download(key, into, start=start, length=length, etag=if_match or "")
+        async with self._call("get", key) as call:
+            if length is not None and length <= 0:
+                return await self._empty_range(call, download)
+            for attempt in range(_BODY_ATTEMPTS):
+                await asyncio.sleep(_jitter(attempt))
+                try:
+                    answer = await call.client.get_object(**call.target, **download.request())
+                except ClientError as exc:
+                    if status_of(exc)[0] == 416 and not download.started:
+                        return await self._empty_range(call, download)
+                    if download.started or not self._absent(exc):
+                        raise
+                    return None
+                await download.receive(answer, self._grant(call))
+                if download.complete:
+                    return download.result()
+            assert download.failure is not None
+            raise download.failure
+
+    async def put(
+        self,
+        key: str,
+        parts: Sequence[Buffer],
+        *,
+        if_absent: bool = True,
+        if_match: str | None = None,
+    ) -> PutOutcome:
+        """Write one object; waits first while the store asks for a slower pace."""
+        body = Body(parts)
+        condition: dict[str, Any] = {}
+        if if_match is not None:
+            condition = {"IfMatch": if_match}
+        elif if_absent:
+            condition = {"IfNoneMatch": "*"}
+        async with self._call("put", key, nbytes=body.nbytes) as call:
+            await self._pace.wait()
+            outcome = await self._put(call, body, condition)
+            self._pace.faster()
+            return outcome
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """Describe an object, None when there is none."""
+        async with self._call("head", key) as call:
+            return await self._head(call)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Objects below the prefix in key order; keys that no store of ours wrote are left out."""
+        cut = len(self._location.object_key(""))
+        page: dict[str, Any] = {"Prefix": self._location.object_key(prefix)}
+        while True:
+            async with self._call("list", prefix) as call:
+                answer: Any = await call.client.list_objects_v2(
+                    Bucket=call.target["Bucket"], **page
+                )
+            for entry in answer.get("Contents", ()):
+                key = entry["Key"][cut:]
+                if is_key(key):
+                    yield ObjectInfo(
+                        key, entry["Size"], entry.get("ETag", ""), entry["LastModified"].timestamp()
+                    )
+            if not answer.get("NextContinuationToken"):
+                return
+            page["ContinuationToken"] = answer["NextContinuationToken"]
+
+    async def delete(self, keys: Sequence[str]) -> DeleteReport:
+        """Delete keys, each with a request of its own: many stores refuse the SDK's batches."""
+        waiting = iter([check_key(key) for key in keys])
+        failed: dict[str, str] = {}
+
+        async def work() -> None:
+            for key in waiting:
+                try:
+                    async with self._call("delete", key) as call:
+                        await self._delete(call)
+                except RemoteError as exc:
+                    failed[key] = str(exc)
+
+        await asyncio.gather(*(work() for _ in range(min(len(keys), _DELETES_AT_ONCE))))
+        return DeleteReport(tuple(key for key in keys if key not in failed), failed)
+
+    async def aclose(self) -> None:
+        """Fail running calls with `ClosedError` and close the connections, within a second."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._calls:
+            self._drained = asyncio.Event()
+            for deadline in self._calls:
+                deadline.reschedule(asyncio.get_running_loop().time())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), _CLOSE_SECONDS)
+        await self._connection.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _call(self, operation: str, key: str, *, nbytes: int = 0) -> AsyncIterator[_Call]:
+        """One call: its deadline, its client, and the mapping of what goes wrong in it."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+        if operation != "list":
+            check_key(key)
+        target = {"Bucket": self._location.bucket, "Key": self._location.object_key(key)}
+        try:
+            async with asyncio.timeout(self._seconds(nbytes)) as deadline:
+                self._calls.add(deadline)
+                try:
+                    yield _Call(await self._connection.client(), key, target, deadline)
+                finally:
+                    self._calls.discard(deadline)
+        except ECS3Error:
+            raise
+        except SDK_ERRORS as exc:
+            if self._closed:
+                raise ClosedError("the store was closed during the call") from exc
+            error = map_error(exc, operation=operation, key=key, location=self._location)
+            if isinstance(error, RemoteThrottledError):
+                self._pace.slower(retry_after(exc))
+            raise error from exc
+        finally:
+            if self._drained is not None and not self._calls:
+                self._drained.set()
+
+    def _seconds(self, nbytes: int) -> float:
+        return self._options.total_timeout * (1 + nbytes // _MULTIPART_BYTES)
+
+    def _grant(self, call: _Call) -> Callable[[int], None]:
+        """More time for a large body, once its size is known."""
+
+        def grant(nbytes: int) -> None:
+            when = call.deadline.when()
+            if when is not None and not self._closed:
+                call.deadline.reschedule(when + self._seconds(nbytes) - self._seconds(0))
+
+        return grant
+
+    def _absent(self, exc: ClientError) -> bool:
+        """Whether an error on a read means that there is no such object."""
+        status, code = status_of(exc)
+        if status == 404:
+            return code != "NoSuchBucket"
+        if status != 403 or code not in _DENIED_OR_ABSENT:
+            return False
+        self._warn(
+            "read-403",
+            "a read was answered 403 by %s and counts as a miss: without s3:ListBucket a missing "
+            "object looks like this; grant it to tell the two apart",
+        )
+        return True
+
+    def _warn(self, cause: str, message: str) -> None:
+        now = time.monotonic()
+        if now - self._warned.get(cause, -_WARN_SECONDS) >= _WARN_SECONDS:
+            self._warned[cause] = now
+            logger.warning(message, place(self._location))
+
+    async def _head(self, call: _Call) -> ObjectInfo | None:
+        try:
+            answer: Any = await call.client.head_object(**call.target)
+        except ClientError as exc:
+            if self._absent(exc):
+                return None
+            raise
+        return object_info(call.key, answer["ContentLength"], answer)
+
+    async def _empty_range(self, call: _Call, download: Download) -> GetResult | None:
+        """Answer a range without bytes, which HTTP cannot ask for."""
+        info = await self._head(call)
+        return None if info is None else download.empty(info)
+
+    async def _delete(self, call: _Call) -> None:
+        try:
+            await call.client.delete_object(**call.target)
+        except ClientError as exc:
+            if status_of(exc) != (404, "NoSuchKey"):
+                raise
+
+    async def _put(self, call: _Call, body: Body, condition: dict[str, Any]) -> PutOutcome:
+        refused = PutOutcome.CHANGED if "IfMatch" in condition else PutOutcome.EXISTS
+        if condition and not self._conditional:
+            return await self._put_plain(call, body, condition, refused)
+        for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
+            try:
+                await self._write(call, body, condition)
+            except ClientError as exc:
+                status, code = status_of(exc)
+                if code == "NoSuchUpload" and await self._arrived(call, body):
+                    return refused if condition else PutOutcome.WRITTEN
+                if not condition:
+                    raise
+                if status in (304, 412) or (refused is PutOutcome.CHANGED and code == "NoSuchKey"):
+                    return refused
+                if status == 501 or (status == 400 and code in _UNSUPPORTED):
+                    return await self._put_plain(call, body, condition, refused)
+                if status != 409 or attempt == _CONFLICT_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_jitter(attempt))
+            else:
+                return PutOutcome.WRITTEN
+        raise AssertionError("unreachable")
+
+    async def _arrived(self, call: _Call, body: Body) -> bool:
+        """Whether an upload is in place after all: the answer to its completion may be lost."""
+        info = await self._head(call)
+        return info is not None and info.size == body.nbytes
+
+    async def _put_plain(
+        self, call: _Call, body: Body, condition: dict[str, Any], refused: PutOutcome
+    ) -> PutOutcome:
+        """HEAD and plain PUT, for a store that refused the condition."""
+        info = await self._head(call)
+        if "IfMatch" in condition:
+            if info is None or info.etag != condition["IfMatch"]:
+                return refused
+        elif info is not None:
+            return refused
+        await self._write(call, body, {})
+        if self._conditional:
+            self._conditional = False
+            self._warn("conditional", "%s does not know conditional writes; using HEAD and PUT")
+        return PutOutcome.WRITTEN
+
+    async def _write(self, call: _Call, body: Body, condition: dict[str, Any]) -> None:
+        storage = self._storage()
+        refused = False
+        if self._multipart and body.nbytes > _MULTIPART_BYTES:
+            try:
+                await upload_parts(
+                    call.client, call.target, body, created_with=storage, completed_with=condition
+                )
+            except MultipartRefusedError:
+                refused = True
+            else:
+                return
+        await call.client.put_object(**{**call.target, **storage, **condition, "Body": body})
+        if refused:
+            self._multipart = False
+            self._warn("multipart", "%s does not know multipart uploads; using plain PUTs")
+
+    def _storage(self) -> dict[str, Any]:
+        options = self._options
+        chosen = {
+            "ServerSideEncryption": options.sse,
+            "SSEKMSKeyId": options.sse_kms_key_id,
+            "StorageClass": options.storage_class,
+            "Tagging": urlencode(options.tags),
+        }
+        return {name: value for name, value in chosen.items() if value}

@@ -1,0 +1,143 @@
+"""An embedded S3 server that remembers when each request came and how it was answered.
+
+For statements about what vLLM's processes fetched and stored, counted where no client can cheat:
+at the server. Owns one bucket. Requests are noted on the server's threads, under a lock, when their
+answer has been produced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
+
+from ec_s3.errors import InvalidKeyError
+from ec_s3.keys import parse_key
+from ec_s3.testing.moto import S3Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One request and its answer.
+
+    Attributes:
+        time: arrival, in seconds since the epoch.
+        key: key in the bucket; empty for a request about the bucket itself.
+        status: HTTP status of the answer.
+        nbytes: length of the answer's body as declared, 0 when it is not.
+    """
+
+    time: float
+    method: str
+    key: str
+    status: int
+    nbytes: int
+
+    @property
+    def moved_item(self) -> bool:
+        """Whether the body of an encoder output went up or down."""
+        return self.method in ("GET", "PUT") and 200 <= self.status < 300 and is_item(self.key)
+
+
+class RecordedServer(S3Server):
+    """`S3Server` with one bucket and a record of its traffic; thread-safe."""
+
+    def __init__(self, *, bucket: str = "ec-s3") -> None:
+        super().__init__()
+        self.bucket = bucket
+        self._served: list[Served] = []
+        self._served_lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request, kept here
+        super().__enter__()
+        inner = self._wsgi.app
+
+        def recorded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            arrived = time.time()
+            answers: list[tuple[str, list[tuple[str, str]]]] = []
+
+            def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+                answers.append((status, headers))
+                return start_response(status, headers, *rest)
+
+            body: Iterable[bytes] = inner(environ, start)
+            self._note(environ, arrived, answers[0])
+            return body
+
+        self._wsgi.app = recorded
+        self.create_bucket(self.bucket)
+        return self
+
+    def location(self, prefix: str, *, endpoint: str = "") -> str:
+        """URL of a prefix for `ECConfig.url`, optionally through a proxy's endpoint."""
+        return f"s3://{self.bucket}/{prefix}?endpoint={endpoint or self.url}&region=us-east-1"
+
+    def served(self, prefix: str = "") -> list[Served]:
+        """Requests so far for keys that start so, in order of their answers."""
+        with self._served_lock:
+            return [request for request in self._served if request.key.startswith(prefix)]
+
+    def items(self, prefix: str) -> dict[str, int]:
+        """Key -> stored bytes of every encoder output below a prefix of the bucket."""
+        client = self.client()
+        try:
+            pages = client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=f"{prefix}/"
+            )
+            objects = [row for page in pages for row in page.get("Contents", ())]
+        finally:
+            client.close()
+        return {row["Key"]: row["Size"] for row in objects if is_item(row["Key"])}
+
+    def _note(
+        self, environ: dict[str, Any], arrived: float, answer: tuple[str, list[tuple[str, str]]]
+    ) -> None:
+        status, headers = answer
+        lengths = [value for name, value in headers if name.lower() == "content-length"]
+        path = unquote(environ.get("RAW_URI", environ["PATH_INFO"]).partition("?")[0])
+        request = Served(
+            time=arrived,
+            method=environ["REQUEST_METHOD"],
+            key=path.removeprefix(f"/{self.bucket}").lstrip("/"),
+            status=int(status.partition(" ")[0]),
+            nbytes=int(lengths[0]) if lengths else 0,
+        )
+        with self._served_lock:
+            self._served.append(request)
+
+
+def is_item(key: str) -> bool:
+    """Whether a key of the bucket, below any prefix, is that of an encoder output."""
+    _, marker, rest = key.rpartition("v1/")
+    try:
+        parse_key(marker + rest)
+    except InvalidKeyError:
+        return False
+    return True
+
+
+def client_environment() -> dict[str, str]:
+    """The environment for a child process that talks to the server: fake keys, nothing else of AWS.
+
+    What the machine has set for AWS or as a proxy does not reach the child.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "BOTO_", "EC_S3_")) and not name.lower().endswith("_proxy")
+    }
+    return kept | {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }

@@ -1,0 +1,243 @@
+"""How object bodies move: one read into the caller's buffer, one upload in parts.
+
+Owns what has arrived of a read and where it goes on, and the life of a multipart upload, which is
+either completed or aborted. Runs inside a call of `ec_s3.s3`, under that call's deadline. It never
+accepts more bytes than the answer's header announced, nor bytes of two objects in one read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from ec_s3.errors import RemoteChangedError, RemoteUnavailableError
+from ec_s3.store import GetResult
+from ec_s3.transport import BODY_ERRORS, SDK_ERRORS, Body, status_of
+from ec_s3.types import ObjectInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from types_aiobotocore_s3.client import S3Client
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 16 << 20
+"""Size of every part but the last; some stores insist on equal sizes of at least 5 MiB."""
+
+_PARTS_AT_ONCE = 4
+_ABORT_SECONDS = 5.0
+
+
+def object_info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
+    """The object that the header of an answer describes."""
+    modified = answer.get("LastModified")
+    return ObjectInfo(
+        key, size, answer.get("ETag", ""), modified.timestamp() if modified is not None else 0.0
+    )
+
+
+class Download:
+    """One read of an object or a range of it, over as many answers as it takes.
+
+    Attributes:
+        failure: how the last body ended, None when it was complete.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        into: Callable[[int], memoryview],
+        *,
+        start: int,
+        length: int | None,
+        etag: str,
+    ) -> None:
+        self.failure: Exception | None = None
+        self._key = key
+        self._into = into
+        self._start = start
+        self._length = length
+        self._etag = etag
+        self._info: ObjectInfo | None = None
+        self._view = memoryview(b"")
+        self._received = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether the caller's buffer was asked for: from then on the object may not change."""
+        return self._info is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte has arrived."""
+        return self.started and self._received == self._view.nbytes
+
+    def request(self) -> dict[str, Any]:
+        """Parameters of the next GET: the bytes that are missing, of the same object."""
+        wanted: dict[str, Any] = {"IfMatch": self._etag} if self._etag else {}
+        begin = self._start + self._received
+        length = self._view.nbytes if self.started else self._length
+        if length is not None:
+            wanted["Range"] = f"bytes={begin}-{self._start + length - 1}"
+        elif begin:
+            wanted["Range"] = f"bytes={begin}-"
+        return wanted
+
+    async def receive(self, answer: Mapping[str, Any], grant: Callable[[int], None]) -> None:
+        """Take in one answer; a body that breaks off is kept up to there, see `failure`.
+
+        Args:
+            answer: the SDK's answer to a GET.
+            grant: told once how many bytes are to come.
+
+        Raises:
+            RemoteChangedError: the answer is about another object than the bytes before.
+            RemoteUnavailableError: the answer is not the range that was asked for.
+        """
+        response = answer["Body"].raw_stream
+        try:
+            self._accept(answer, grant)
+            self.failure = None
+            while not self.complete:
+                chunk = await response.content.readany()
+                end = self._received + len(chunk)
+                if not chunk or end > self._view.nbytes:
+                    raise self._protocol("sent a body of another length than announced")
+                self._view[self._received : end] = chunk
+                self._received = end
+        except BODY_ERRORS as exc:
+            self.failure = exc
+        finally:
+            response.close()  # no-op after a complete body: its connection is back in the pool
+
+    def result(self) -> GetResult:
+        """What the caller gets, once complete."""
+        assert self._info is not None
+        return GetResult(self._view, self._start, self._info)
+
+    def empty(self, info: ObjectInfo) -> GetResult:
+        """The result of a range that holds no bytes of this object."""
+        if self._etag and info.etag != self._etag:
+            raise self._changed()
+        return GetResult(self._into(0)[:0], self._start, info)
+
+    def _accept(self, answer: Mapping[str, Any], grant: Callable[[int], None]) -> None:
+        begin, count, size = self._extent(answer)
+        info = object_info(self._key, size, answer)
+        if self._etag and info.etag and info.etag != self._etag:
+            raise self._changed()
+        if begin != self._start + self._received:
+            raise self._protocol("ignores ranges")
+        if self._info is None:
+            count = count if self._length is None else min(count, self._length)
+            self._view = self._into(count)[:count]
+            if self._view.nbytes != count:
+                raise ValueError(f"the buffer for {self._key!r} is smaller than {count} bytes")
+            self._info, self._etag = info, info.etag
+            grant(count)
+        elif size != self._info.size or count != self._view.nbytes - self._received:
+            raise self._changed()
+
+    def _extent(self, answer: Mapping[str, Any]) -> tuple[int, int, int]:
+        """First byte, number of bytes and whole size, as the answer's header has them."""
+        count = answer.get("ContentLength")
+        if count is None:
+            raise self._protocol("does not announce the size of an object")
+        if not answer.get("ContentRange"):
+            return 0, count, count
+        span, _, size = answer["ContentRange"].removeprefix("bytes ").partition("/")
+        first, _, last = span.partition("-")
+        if not (first.isdigit() and last.isdigit() and size.isdigit()):
+            raise self._protocol("sent a Content-Range that is none")
+        if int(last) - int(first) + 1 != count:
+            raise self._protocol("sent a Content-Range that contradicts Content-Length")
+        return int(first), count, int(size)
+
+    def _changed(self) -> RemoteChangedError:
+        return RemoteChangedError(
+            "get failed: the object was replaced", operation="get", key=self._key
+        )
+
+    def _protocol(self, what: str) -> RemoteUnavailableError:
+        return RemoteUnavailableError(
+            f"get failed: the store {what}", operation="get", key=self._key
+        )
+
+
+class MultipartRefusedError(Exception):
+    """The store does not know multipart uploads."""
+
+
+async def upload_parts(
+    client: S3Client,
+    target: Mapping[str, Any],
+    body: Body,
+    *,
+    created_with: Mapping[str, Any],
+    completed_with: Mapping[str, Any],
+) -> None:
+    """Write one object in parts, four at a time; a failed or cancelled upload is aborted.
+
+    Args:
+        client: the SDK's client.
+        target: bucket and key.
+        body: what to write.
+        created_with: storage options.
+        completed_with: conditions on the object to be replaced.
+
+    Raises:
+        MultipartRefusedError: answered 501 at the start; nothing was sent.
+        ClientError: and whatever else the SDK raises.
+    """
+    try:
+        upload = (await client.create_multipart_upload(**target, **created_with))["UploadId"]
+    except ClientError as exc:
+        if status_of(exc)[0] == 501:
+            raise MultipartRefusedError from exc
+        raise
+    try:
+        parts = await _send_parts(client, {**target, "UploadId": upload}, body)
+        await client.complete_multipart_upload(
+            **target, UploadId=upload, MultipartUpload={"Parts": parts}, **completed_with
+        )
+    except BaseException:
+        await _abort(client, {**target, "UploadId": upload})
+        raise
+
+
+async def _send_parts(client: S3Client, target: Mapping[str, Any], body: Body) -> list[Any]:
+    free = asyncio.Semaphore(_PARTS_AT_ONCE)
+
+    async def send(number: int) -> dict[str, Any]:
+        start = (number - 1) * PART_BYTES
+        part = Body(list(body.cut(start, min(body.nbytes, start + PART_BYTES))))
+        async with free:
+            answer = await client.upload_part(**{**target, "PartNumber": number, "Body": part})
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    count = -(-body.nbytes // PART_BYTES)
+    tasks = [asyncio.ensure_future(send(number + 1)) for number in range(count)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _abort(client: S3Client, target: Mapping[str, Any]) -> None:
+    """Give back the parts of a failed upload: they cost money and no listing shows them."""
+    try:
+        async with asyncio.timeout(_ABORT_SECONDS):
+            await client.abort_multipart_upload(**target)
+    except SDK_ERRORS as exc:
+        if isinstance(exc, ClientError) and status_of(exc)[1] == "NoSuchUpload":
+            return
+        logger.warning(
+            "a multipart upload could not be aborted; a lifecycle rule should remove its parts",
+            exc_info=True,
+        )
