@@ -1,0 +1,1 @@
+"""The `ec-s3` command, and the generator of the reference pages."""

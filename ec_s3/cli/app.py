@@ -1,0 +1,251 @@
+"""The `ec-s3` command: global options, sub-commands, errors to exit codes.
+
+Each command imports what it needs when it runs, so that `ec-s3 --help` is quick. One process, one
+event loop; nothing here outlives the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003  typer reads the annotations at run time
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ec_s3 import __version__
+from ec_s3.cli.output import ExitCode, Output
+from ec_s3.errors import ConfigError, ECS3Error, InvalidKeyError, RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ec_s3.config import ECConfig
+    from ec_s3.store import Store
+
+app = typer.Typer(
+    name="ec-s3",
+    help="Look into the store of encoder outputs, and check that it can be used.",
+    epilog="Exit codes: 0 all well, 1 something was found, 2 wrong arguments or settings, "
+    "3 the store could not be used.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="KEY", help="Object key, or the beginning of keys.")
+]
+IdentifierOption = Annotated[
+    str | None, typer.Option("--identifier", help="The item's identifier, in place of a key.")
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option("--namespace", help="Where the identifier belongs, as `ls` shows it."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """What the global options said."""
+
+    arguments: dict[str, Any]
+    output: Output
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ec-s3 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    url: Annotated[str | None, typer.Option(help="Store, in place of the configured one.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log to standard error.")] = False,
+    version: Annotated[  # noqa: ARG001  its callback answers
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Remember the global options; settings are read when a command needs them."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    if verbose:
+        logging.getLogger("ec_s3").setLevel(logging.DEBUG)
+    arguments = {"url": url, "config_file": config}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    context.obj = Invocation(given, Output(json=json))
+
+
+@app.command()
+def doctor(context: typer.Context) -> None:
+    """Show every setting and its source; check credentials, store, clock and speed."""
+
+    def run(config: ECConfig, out: Output) -> int:
+        from ec_s3.cli.doctor import examine
+
+        return asyncio.run(examine(config, out))
+
+    _finish(context, run)
+
+
+@app.command()
+def ls(
+    context: typer.Context,
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Beginning of keys.")] = "",
+) -> None:
+    """List namespaces, or the objects below a prefix."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        from ec_s3.cli import objects
+
+        return await objects.ls(store, out, prefix=prefix)
+
+    _with_store(context, run)
+
+
+@app.command()
+def stat(
+    context: typer.Context,
+    key: TargetArgument = "",
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Describe one object."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli import objects
+
+        target = objects.Target(key, identifier, namespace)
+        return await objects.stat(store, out, target, max_tensor_bytes=config.max_item_size)
+
+    _with_store(context, run)
+
+
+@app.command()
+def get(
+    context: typer.Context,
+    key: TargetArgument = "",
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Write one tensor into a safetensors file."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli import objects
+
+        target = objects.Target(key, identifier, namespace)
+        limit = config.max_item_size
+        return await objects.get(
+            store, out, target, path=output, force=force, max_tensor_bytes=limit
+        )
+
+    _with_store(context, run)
+
+
+@app.command()
+def verify(
+    context: typer.Context,
+    key: TargetArgument = "",
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Read and decode objects with every check."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli import objects
+
+        target = objects.Target(key, identifier, namespace)
+        return await objects.verify(store, out, target, max_tensor_bytes=config.max_item_size)
+
+    _with_store(context, run)
+
+
+@app.command()
+def rm(
+    context: typer.Context,
+    key: TargetArgument = "",
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+) -> None:
+    """Delete objects; asks for their number first."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        from ec_s3.cli import objects
+
+        target = objects.Target(key, identifier, namespace)
+        return await objects.rm(store, out, target, yes=yes)
+
+    _with_store(context, run)
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    workdir: Annotated[Path | None, typer.Option(help="Folder for logs and pictures.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Tiny model; repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Element type; repeatable.")] = None,
+) -> None:
+    """Show a cold and a warm vLLM on an embedded S3 server."""
+    from ec_s3.cli import demo as demonstration
+
+    invocation: Invocation = context.obj
+    code = demonstration.run(
+        workdir=workdir, model=model or [], dtype=dtype or [], json=invocation.output.json
+    )
+    raise typer.Exit(code)
+
+
+def _with_store(
+    context: typer.Context, action: Callable[[Store, Output, ECConfig], Awaitable[int]]
+) -> NoReturn:
+    """Run a command on the configured store, and close the store."""
+
+    async def opened(config: ECConfig, out: Output) -> int:
+        from ec_s3.remote import open_store
+
+        store = open_store(config)
+        if store is None:
+            raise ConfigError("no store: give --url or set EC_S3_URL")
+        try:
+            return await action(store, out, config)
+        finally:
+            await store.aclose()
+
+    _finish(context, lambda config, out: asyncio.run(opened(config, out)))
+
+
+def _finish(context: typer.Context, action: Callable[[ECConfig, Output], int]) -> NoReturn:
+    """Run a command and turn what comes out of it into an exit code."""
+    invocation: Invocation = context.obj
+    out = invocation.output
+    try:
+        from ec_s3.config import ECConfig
+
+        code = action(ECConfig.from_mapping(invocation.arguments), out)
+    except RemoteError as error:
+        out.error(error)
+        code = ExitCode.REMOTE
+    except (ConfigError, InvalidKeyError, OSError) as error:
+        out.error(error)
+        code = ExitCode.USAGE
+    except ECS3Error as error:
+        out.error(error)
+        code = ExitCode.FINDING
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the `ec-s3` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
