@@ -1,0 +1,376 @@
+"""EncoderCache: the asynchronous core. Host tier, disk tier and bucket behind put and get.
+
+Runs on one event loop, which it never blocks: copies and (de)compression run on a few codec
+threads. It speaks tensors and identifiers only and knows nothing of vLLM. A tensor that it returns
+never aliases the host tier. Whatever a store does, `get` returns a valid tensor or None, and the
+reason is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
+
+from ec_s3.buffers import BufferPool
+from ec_s3.errors import ClosedError
+from ec_s3.fetch import Fetcher, Miss, PrivateItem, run_to_end
+from ec_s3.guard import GuardedStore
+from ec_s3.local import LocalTier
+from ec_s3.metrics import Stats
+from ec_s3.pages import Slab
+from ec_s3.policy import Breaker, TokenBucket
+from ec_s3.presence import Presence, Refused
+from ec_s3.reader import ANYTHING, Reader, Tiers
+from ec_s3.remote import open_disk, open_store
+from ec_s3.staging import Stager
+from ec_s3.tensors import copy_out
+from ec_s3.types import DeleteReport, Expectation, FlushReport, ItemMeta, Tier
+from ec_s3.uploads import Upload, UploadQueue, UploadTargets
+from ec_s3.writeback import DiskWriteback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from ec_s3.config import ECConfig
+    from ec_s3.keys import Namespace
+    from ec_s3.local import Lease
+    from ec_s3.store import Store
+
+POOL_BYTES = 256 << 20  # idle buffers kept: as much as the reads in flight can use at once
+FIRST_PAGES_BYTES = 64 << 20
+FIRST_PAGES_SECONDS = 1.0
+
+
+class EncoderCache:
+    """The engine. Open it with `await EncoderCache.open(...)` or `async with`.
+
+    Args:
+        config: settings.
+        namespace: what makes two tensors interchangeable.
+        store: the bucket, ready made; None opens what `config.url` names.
+        disk: the disk tier, ready made; None opens what `config.local_disk` names.
+        slab: host memory, ready made and owned by the caller; None makes one.
+    """
+
+    def __init__(
+        self,
+        config: ECConfig,
+        namespace: Namespace,
+        *,
+        store: Store | None = None,
+        disk: Store | None = None,
+        slab: Slab | None = None,
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.statistics = Stats()
+        self._given = (store, disk)
+        self._owns_slab = slab is None
+        self._slab = slab if slab is not None else Slab.create(config.max_local_cpu_size)
+        self.tier = LocalTier(self._slab)
+        self._clock = time.monotonic
+        self._presence = Presence(
+            positive_ttl=config.positive_ttl, negative_ttl=config.negative_ttl
+        )
+        self._refused = Refused()
+        self._closed = False
+        self._remote: Store | None = None
+        self._disk: Store | None = None
+        self._queue: UploadQueue | None = None
+        self._writeback: DiskWriteback | None = None
+        self._reader: Reader | None = None
+        self._stager = Stager(config, namespace, tier=self.tier, stats=self.statistics)
+        self._executor = ThreadPoolExecutor(
+            max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="ec_s3-codec"
+        )
+        self._fetcher = Fetcher(
+            tier=self.tier,
+            namespace=namespace,
+            pool=BufferPool(POOL_BYTES),
+            executor=self._executor,
+            max_tensor_bytes=config.max_item_size,
+        )
+
+    @classmethod
+    async def open(
+        cls,
+        config: ECConfig,
+        namespace: Namespace,
+        *,
+        store: Store | None = None,
+        disk: Store | None = None,
+        slab: Slab | None = None,
+    ) -> Self:
+        """Make an engine and start it on the running loop."""
+        cache = cls(config, namespace, store=store, disk=disk, slab=slab)
+        await cache.start()
+        return cache
+
+    async def start(self) -> None:
+        """Open the stores and start the background work; no request is sent yet."""
+        store, disk = self._given
+        if store is None:
+            store = open_store(self.config)
+        self._disk = disk if disk is not None else open_disk(self.config)
+        if store is not None:
+            self._remote = GuardedStore(
+                store,
+                breaker=Breaker(),
+                stats=self.statistics,
+                max_reads=self.config.max_fetches,
+                clock=self._clock,
+            )
+        if self._disk is not None:
+            self._writeback = DiskWriteback(self._disk, self.statistics)
+        self._reader = Reader(
+            self.config,
+            self.namespace,
+            tiers=Tiers(
+                self.tier,
+                self._disk,
+                self._remote,
+                self._writeback,
+                self._presence,
+                self._refused,
+            ),
+            fetcher=self._fetcher,
+            stats=self.statistics,
+            clock=self._clock,
+        )
+        if self._remote is not None or self._disk is not None:
+            self._queue = self._make_queue()
+            self._stager.uploads = True
+        if self._owns_slab:
+            threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
+            await self._first_pages()
+
+    def _make_queue(self) -> UploadQueue:
+        config = self.config
+        bucket = TokenBucket(config.upload_rate) if config.upload_rate else None
+        return UploadQueue(
+            tier=self.tier,
+            namespace=self.namespace,
+            targets=UploadTargets(
+                remote=self._remote,
+                disk=self._disk,
+                presence=self._presence,
+                refused=self._refused,
+                admit_bytes=lambda n: bucket.take(n, now=self._clock()) if bucket else 0.0,
+            ),
+            executor=self._executor,
+            stats=self.statistics,
+            max_items=config.upload_queue_items,
+            max_bytes=config.upload_queue_size,
+            workers=config.max_uploads,
+            level=config.compression_level,
+            clock=self._clock,
+            wall_clock=time.time,
+        )
+
+    async def _first_pages(self) -> None:
+        """Let the first puts find room: the first pages take milliseconds to populate."""
+        wanted = min(self._slab.nbytes, FIRST_PAGES_BYTES)
+        give_up = self._clock() + FIRST_PAGES_SECONDS
+        while self._slab.populated_bytes < wanted and self._clock() < give_up:  # noqa: ASYNC110 a plain thread populates
+            await asyncio.sleep(0.002)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def key_of(self, identifier: str) -> str:
+        """The object key of an identifier."""
+        return self.namespace.object_key(identifier)
+
+    @property
+    def uploads(self) -> bool:
+        """Whether items go anywhere beyond the host tier."""
+        return self._queue is not None
+
+    def count_local_hit(self) -> None:
+        """Count a hit that a caller found in the host tier by himself; any thread."""
+        self.statistics.add("queries")
+        self.statistics.add("hits", tier=Tier.LOCAL)
+
+    async def is_shared(self, identifier: str) -> bool:
+        """Whether the bucket holds the item, or will: its upload is under way.
+
+        Raises:
+            RemoteError: the bucket cannot say.
+        """
+        key = self.key_of(identifier)
+        pending = self._queue is not None and key in self._queue
+        return pending or await self.reader.in_bucket(key)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the cache is closed")
+
+    @property
+    def reader(self) -> Reader:
+        """The reading half, once started and until closed."""
+        if self._closed or self._reader is None:
+            raise ClosedError("the cache is closed" if self._closed else "the cache is not started")
+        return self._reader
+
+    # -- reading ---------------------------------------------------------------------------
+
+    async def acquire(
+        self,
+        identifier: str,
+        *,
+        expect: Expectation = ANYTHING,
+        timeout: float | None = None,
+    ) -> Lease | PrivateItem | Miss:
+        """The item itself, leased; see `Reader.acquire`."""
+        return await self.reader.acquire(identifier, expect=expect, timeout=timeout)
+
+    async def get(
+        self,
+        identifier: str,
+        device: str | torch.device = "cpu",
+        *,
+        expect: Expectation = ANYTHING,
+        timeout: float | None = None,
+    ) -> torch.Tensor | None:
+        """A copy of the tensor on `device`, None when no valid one can be had in time."""
+        item = await self.acquire(identifier, expect=expect, timeout=timeout)
+        if isinstance(item, Miss):
+            return None
+        try:
+            return await run_to_end(self._executor, copy_out, item.segments(), item.spec, device)
+        finally:
+            item.release()
+
+    async def acquire_many(
+        self, identifiers: Sequence[str], *, expect: Expectation, timeout: float | None
+    ) -> list[Lease | PrivateItem | Miss]:
+        """Several at the same time, in order; the caller must release every item."""
+        return await asyncio.gather(
+            *(self.acquire(i, expect=expect, timeout=timeout) for i in identifiers)
+        )
+
+    async def get_many(
+        self,
+        identifiers: Sequence[str],
+        device: str | torch.device = "cpu",
+        *,
+        timeout: float | None = None,
+    ) -> list[torch.Tensor | None]:
+        """One result per identifier, in order; all are fetched at the same time."""
+        return await asyncio.gather(*(self.get(i, device, timeout=timeout) for i in identifiers))
+
+    async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
+        """Whether some tier holds the item; False when that cannot be found out in time."""
+        return (await self.contains_many([identifier], timeout=timeout))[identifier]
+
+    async def contains_many(
+        self, identifiers: Iterable[str], *, timeout: float | None = None
+    ) -> Mapping[str, bool]:
+        """Existence of many items at once, asked for in parallel."""
+        return await self.reader.contains_many(identifiers, timeout=timeout)
+
+    def prefetch(self, identifiers: Iterable[str]) -> None:
+        """Start bringing items into the host tier; returns at once. Call on the loop."""
+        self.reader.prefetch(identifiers)
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def stage(self, identifier: str, tensor: torch.Tensor, meta: ItemMeta) -> Upload | None:
+        """Copy a tensor into the host tier; see `staging.Stager.stage`. Any thread."""
+        self._check_open()
+        return self._stager.stage(identifier, tensor, meta)
+
+    def enqueue(self, upload: Upload) -> bool:
+        """Queue the upload of a staged item; call on the loop. False only when nothing holds it."""
+        self._presence_after_put(upload.key)
+        if self._queue is None:
+            return True
+        queued = self._queue.offer(upload)
+        return queued or upload.private is None
+
+    def _presence_after_put(self, key: str) -> None:
+        if self._presence.get(key, now=self._clock()) is False:
+            self._presence.forget(key)
+
+    async def put(
+        self, identifier: str, tensor: torch.Tensor, *, meta: ItemMeta | None = None
+    ) -> bool:
+        """Take a tensor: copied before the call returns, uploaded in the background.
+
+        Returns:
+            False only when there is no room for it now.
+        """
+        upload = await run_to_end(
+            self._executor, self.stage, identifier, tensor, meta or ItemMeta()
+        )
+        return upload is not None and self.enqueue(upload)
+
+    async def put_many(self, items: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+        """Put several; one result per identifier."""
+        return {
+            identifier: await self.put(identifier, tensor) for identifier, tensor in items.items()
+        }
+
+    async def delete(self, identifiers: Sequence[str]) -> DeleteReport:
+        """Remove items from every tier; absent ones count as deleted.
+
+        Raises:
+            RemoteError: a store failed as a whole.
+        """
+        self._check_open()
+        keys = [self.key_of(identifier) for identifier in identifiers]
+        for key in keys:
+            self.tier.discard(key)
+            self._presence.set(key, present=False, now=self._clock())
+        report = DeleteReport(tuple(keys))
+        for store in (self._disk, self._remote):
+            if store is not None:
+                report = await store.delete(keys)
+        return report
+
+    # -- the end ---------------------------------------------------------------------------
+
+    async def flush(self, timeout: float | None = None) -> FlushReport:
+        """Wait for the uploads, at most `timeout` seconds (default `flush_timeout`)."""
+        limit = self.config.flush_timeout if timeout is None else timeout
+        return await self._queue.drain(limit) if self._queue is not None else FlushReport()
+
+    def stats(self) -> dict[str, float]:
+        """All counters and gauges, flat: `hits_local`, `misses_absent`, ..."""
+        local = self.tier.stats()
+        self.statistics.set("local_bytes", local.used_bytes, state="used")
+        self.statistics.set("local_bytes", local.leased_bytes, state="leased")
+        self.statistics.set("local_bytes", local.dirty_bytes, state="dirty")
+        self.statistics.set("local_bytes", local.capacity_bytes, state="capacity")
+        return self.statistics.snapshot()
+
+    async def close(self, timeout: float | None = None) -> FlushReport:
+        """Flush within `timeout` seconds, then stop everything; idempotent."""
+        if self._closed:
+            return FlushReport()
+        self._closed = True
+        limit = self.config.flush_timeout if timeout is None else timeout
+        report = FlushReport()
+        if self._queue is not None:
+            report = await self._queue.close(limit)
+        if self._reader is not None:
+            await self._reader.close()
+        if self._writeback is not None:
+            await self._writeback.close()
+        for store in (self._remote, self._disk):
+            if store is not None:
+                await store.aclose()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._owns_slab:
+            self._slab.close()
+        return report

@@ -1,0 +1,135 @@
+"""A store behind a limit, a breaker and counters; itself a `Store`.
+
+Runs on the engine's event loop. Every request of the engine to a bucket passes here, so this is
+where requests are counted, where an unreachable endpoint is given rest, and where the number of
+requests in flight (and with it the memory of their buffers) is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from ec_s3.errors import RemoteError, RemoteTimeoutError, RemoteUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from ec_s3.metrics import Stats
+    from ec_s3.policy import Breaker
+    from ec_s3.store import Buffer, GetResult, Store
+    from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
+
+T = TypeVar("T")
+
+
+class GuardedStore:
+    """Wraps the bucket's store.
+
+    Args:
+        store: what is guarded.
+        breaker: pure state machine that says whether to try at all.
+        stats: counters `remote_requests`, `remote_seconds`, `breaker_open`.
+        max_reads: GET and HEAD requests in flight.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        breaker: Breaker,
+        stats: Stats,
+        max_reads: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._breaker = breaker
+        self._stats = stats
+        self._reads = asyncio.Semaphore(max_reads)
+        self._clock = clock
+
+    async def _call(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+        if not self._breaker.allow(self._clock()):
+            self._stats.add("remote_requests", op=operation, outcome="rested")
+            raise RemoteUnavailableError(
+                "the endpoint did not answer lately and is left alone for a moment",
+                operation=operation,
+                key=key,
+            )
+        started = self._clock()
+        try:
+            result = await call()
+        except RemoteError as error:
+            self._count(operation, error.reason, started)
+            if isinstance(error, RemoteTimeoutError | RemoteUnavailableError):
+                self._breaker.failure(self._clock())
+            else:
+                self._breaker.success()
+            raise
+        except asyncio.CancelledError:
+            # Nobody waits any more; a slow endpoint cancelled by deadlines is a failing one.
+            self._count(operation, "cancelled", started)
+            self._breaker.abandoned()
+            raise
+        else:
+            self._count(operation, "absent" if result is None else "ok", started)
+            self._breaker.success()
+            return result
+        finally:
+            self._stats.set("breaker_open", float(self._breaker.is_open))
+
+    def _count(self, operation: str, outcome: str, started: float) -> None:
+        self._stats.add("remote_requests", op=operation, outcome=outcome)
+        self._stats.observe("remote_seconds", self._clock() - started, op=operation)
+
+    async def get(
+        self,
+        key: str,
+        *,
+        into: Callable[[int], memoryview],
+        start: int = 0,
+        length: int | None = None,
+        if_match: str | None = None,
+    ) -> GetResult | None:
+        """See `Store.get`."""
+        async with self._reads:
+            return await self._call(
+                "get",
+                key,
+                lambda: self._store.get(
+                    key, into=into, start=start, length=length, if_match=if_match
+                ),
+            )
+
+    async def put(
+        self,
+        key: str,
+        parts: Sequence[Buffer],
+        *,
+        if_absent: bool = True,
+        if_match: str | None = None,
+    ) -> PutOutcome:
+        """See `Store.put`."""
+        return await self._call(
+            "put",
+            key,
+            lambda: self._store.put(key, parts, if_absent=if_absent, if_match=if_match),
+        )
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """See `Store.head`."""
+        async with self._reads:
+            return await self._call("head", key, lambda: self._store.head(key))
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """See `Store.list`; not guarded, as only tools list."""
+        return self._store.list(prefix)
+
+    async def delete(self, keys: Sequence[str]) -> DeleteReport:
+        """See `Store.delete`."""
+        return await self._call("delete", keys[0] if keys else "", lambda: self._store.delete(keys))
+
+    async def aclose(self) -> None:
+        """See `Store.aclose`."""
+        await self._store.aclose()

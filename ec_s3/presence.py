@@ -1,0 +1,87 @@
+"""What is known of a bucket's keys for a short while; pure state, the clock is passed in.
+
+Owned by the engine's loop; bounded in entries, oldest first out. A yes and a no both expire, so
+an object deleted behind our back, or written by another server, is noticed within its time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Presence:
+    """Short-lived answers to "does the bucket hold this key".
+
+    Args:
+        positive_ttl: seconds that a yes is believed.
+        negative_ttl: seconds that a no is believed.
+        max_entries: most keys remembered.
+    """
+
+    def __init__(
+        self, *, positive_ttl: float, negative_ttl: float, max_entries: int = 100_000
+    ) -> None:
+        self._ttl = {True: positive_ttl, False: negative_ttl}
+        self._max = max_entries
+        self._known: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+
+    def get(self, key: str, *, now: float) -> bool | None:
+        """The remembered answer, None when unknown or expired."""
+        known = self._known.get(key)
+        if known is None:
+            return None
+        present, expires = known
+        if now >= expires:
+            del self._known[key]
+            return None
+        return present
+
+    def set(self, key: str, *, present: bool, now: float) -> None:
+        """Remember an answer from the store or from an own write."""
+        self._known[key] = (present, now + self._ttl[present])
+        self._known.move_to_end(key)
+        while len(self._known) > self._max:
+            self._known.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Drop what is known of a key."""
+        self._known.pop(key, None)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._known.clear()
+
+
+class Refused:
+    """Objects that a reader refused, by key, so that the next save replaces them.
+
+    Owned by the engine's loop; bounded. Each key is repaired at most once per `interval`
+    seconds, so that two writers who disagree cannot replace each other's object for ever.
+    """
+
+    def __init__(self, *, interval: float = 3600.0, max_entries: int = 10_000) -> None:
+        self._interval = interval
+        self._max = max_entries
+        self._etags: OrderedDict[str, str] = OrderedDict()
+        self._repaired: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, key: str, etag: str) -> None:
+        """Remember the version of the object that was refused."""
+        self._etags[key] = etag
+        self._trim(self._etags)
+
+    def take(self, key: str, *, now: float) -> str | None:
+        """The ETag that a save should replace, None when there is nothing to repair now."""
+        if (
+            key not in self._etags
+            or now < self._repaired.get(key, -self._interval) + self._interval
+        ):
+            return None
+        self._repaired[key] = now
+        self._repaired.move_to_end(key)
+        self._trim(self._repaired)
+        return self._etags.pop(key)
+
+    def _trim(self, known: OrderedDict[str, str] | OrderedDict[str, float]) -> None:
+        while len(known) > self._max:
+            known.popitem(last=False)

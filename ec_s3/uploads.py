@@ -1,0 +1,307 @@
+"""The background upload queue: encodes items of the host tier and writes them to the stores.
+
+Runs on the engine's event loop; encoding runs on the codec threads. It holds keys, not leases: a
+lease lasts only while an item is encoded, and the encoded bytes live in the queue's own byte
+budget. Bounded in items and in bytes; what does not fit, or cannot be written, is dropped and
+counted. It must never raise into the caller of a put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ec_s3.errors import RemoteDeniedError, RemoteError, RemoteUnavailableError
+from ec_s3.fetch import run_to_end
+from ec_s3.types import FlushReport, PutOutcome
+from ec_s3.wire import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from ec_s3.fetch import PrivateItem
+    from ec_s3.keys import Namespace
+    from ec_s3.local import Lease, LocalTier
+    from ec_s3.metrics import Stats
+    from ec_s3.presence import Presence, Refused
+    from ec_s3.store import Store
+    from ec_s3.wire import Frame
+
+logger = logging.getLogger(__name__)
+
+HEAD_ABOVE = 1 << 20
+"""Bodies above this follow a HEAD: a fleet that encodes the same item sends its body once."""
+
+RETRY_SECONDS = 120.0
+"""How long an encoded item is kept for a store that does not answer."""
+
+MAX_PAUSE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One item to be written.
+
+    Attributes:
+        key: object key.
+        identifier: the item's identifier, for the header.
+        private: the bytes, when the item is too large for the host tier.
+    """
+
+    key: str
+    identifier: str
+    private: PrivateItem | None = None
+
+
+class _ByteBudget:
+    """Bytes in use, waited for in order; one item larger than all of it may go alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.used = 0
+        self._freed = asyncio.Condition()
+
+    async def acquire(self, nbytes: int) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self._limit)
+            self.used += nbytes
+
+    async def release(self, nbytes: int) -> None:
+        async with self._freed:
+            self.used -= nbytes
+            self._freed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class UploadTargets:
+    """Where uploads go and what is known of it: the bucket, the disk tier, or both."""
+
+    remote: Store | None
+    disk: Store | None
+    presence: Presence
+    refused: Refused
+    admit_bytes: Callable[[int], float]
+    """Seconds to wait before sending that many bytes (the rate limit)."""
+
+
+class UploadQueue:
+    """Writes items in the background, a few at a time, in the order they were offered."""
+
+    def __init__(
+        self,
+        *,
+        tier: LocalTier,
+        namespace: Namespace,
+        targets: UploadTargets,
+        executor: Executor,
+        stats: Stats,
+        max_items: int,
+        max_bytes: int,
+        workers: int,
+        level: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._tier = tier
+        self._namespace = namespace
+        self._targets = targets
+        self._executor = executor
+        self._stats = stats
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._level = level
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._waiting: dict[str, Upload] = {}
+        self._running: set[str] = set()
+        self._private_bytes = 0
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._budget = _ByteBudget(max_bytes)
+        self._uploaded = 0
+        self._dropped = 0
+        self._warned: set[str] = set()
+        self._workers = [asyncio.create_task(self._work()) for _ in range(workers)]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._waiting or key in self._running
+
+    @property
+    def pending(self) -> int:
+        """Uploads waiting or running."""
+        return len(self._waiting) + len(self._running)
+
+    def offer(self, upload: Upload) -> bool:
+        """Queue an upload; False when there is no room (counted). Never waits."""
+        if upload.key in self:
+            return True
+        private = upload.private.spec.nbytes if upload.private is not None else 0
+        full = len(self._waiting) >= self._max_items
+        if full or (private and self._private_bytes + private > self._max_bytes):
+            self._count("queue_full")
+            return False
+        self._private_bytes += private
+        self._waiting[upload.key] = upload
+        self._idle.clear()
+        self._arrived.set()
+        self._gauge()
+        return True
+
+    async def drain(self, timeout: float) -> FlushReport:
+        """Wait until nothing is pending, at most `timeout` seconds."""
+        before = self._uploaded
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        return FlushReport(self._uploaded - before, self.pending, self._dropped)
+
+    async def close(self, timeout: float) -> FlushReport:
+        """Drain, then give up what is left (counted); idempotent."""
+        report = await self.drain(timeout)
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        for _ in range(len(self._waiting)):
+            self._count("closed")
+        self._waiting.clear()
+        self._gauge()
+        return FlushReport(report.uploaded, report.pending, self._dropped)
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+            key = next(iter(self._waiting))
+            upload = self._waiting.pop(key)
+            self._running.add(key)
+            try:
+                await self._upload(upload)
+            except asyncio.CancelledError:
+                self._count("closed")
+                raise
+            except Exception:  # the worker's outermost border: one bad item must not end it
+                self._count("error")
+                self._stats.add("errors", where="upload")
+                logger.exception("upload failed unexpectedly")
+            finally:
+                self._running.discard(key)
+                if upload.private is not None:
+                    self._private_bytes -= upload.private.spec.nbytes
+                self._gauge()
+                if not self.pending:
+                    self._idle.set()
+
+    async def _upload(self, upload: Upload) -> None:
+        if self._targets.presence.get(upload.key, now=self._clock()):
+            self._count("exists", dropped=False)
+            return
+        item: Lease | PrivateItem | None = upload.private or self._tier.lookup(upload.key)
+        if item is None:
+            self._count("evicted")
+            return
+        reserved = item.spec.nbytes
+        try:
+            await self._budget.acquire(reserved)
+        except BaseException:
+            item.release()
+            raise
+        try:
+            frame = await self._encode(upload, item)
+            await self._write(upload.key, frame)
+        finally:
+            await self._budget.release(reserved)
+
+    async def _encode(self, upload: Upload, item: Lease | PrivateItem) -> Frame:
+        started = self._clock()
+        try:
+            frame = await run_to_end(
+                self._executor,
+                lambda: encode(
+                    item.spec,
+                    item.segments(),
+                    identifier=upload.identifier,
+                    namespace=self._namespace.id,
+                    meta=item.meta,
+                    created=self._wall_clock(),
+                    level=self._level,
+                ),
+            )
+            item.mark_clean()
+        finally:
+            item.release()
+        self._stats.observe("save_seconds", self._clock() - started, stage="encode")
+        self._stats.add("upload_bytes", item.spec.nbytes, kind="raw")
+        self._stats.add("upload_bytes", frame.nbytes, kind="stored")
+        return frame
+
+    async def _write(self, key: str, frame: Frame) -> None:
+        if self._targets.disk is not None:
+            try:
+                await self._targets.disk.put(key, frame.parts)
+            except RemoteError as error:
+                self._warn(f"disk:{error.reason}", "the disk tier refuses a write: %s", error)
+        if self._targets.remote is None:
+            self._count("written", dropped=False)
+            return
+        started = self._clock()
+        replace = self._targets.refused.take(key, now=started)
+        attempt = 0
+        while True:
+            try:
+                outcome = await self._put(self._targets.remote, key, frame, replace)
+            except RemoteError as error:
+                if not self._try_again(error, started):
+                    return
+                attempt += 1
+                # Full jitter: a fleet that failed together must not come back together.
+                await asyncio.sleep(random.uniform(0.1, min(MAX_PAUSE, 0.2 * 2**attempt)))  # noqa: S311 not for secrets
+                continue
+            self._written(key, outcome)
+            self._stats.observe("save_seconds", self._clock() - started, stage="store")
+            return
+
+    async def _put(self, remote: Store, key: str, frame: Frame, replace: str | None) -> PutOutcome:
+        if replace is not None:
+            outcome = await remote.put(key, frame.parts, if_match=replace)
+            if outcome is PutOutcome.WRITTEN:
+                self._stats.add("repaired_objects")
+            if outcome is not PutOutcome.CHANGED:
+                return outcome
+        elif frame.nbytes > HEAD_ABOVE and await remote.head(key) is not None:
+            return PutOutcome.EXISTS
+        await asyncio.sleep(self._targets.admit_bytes(frame.nbytes))
+        return await remote.put(key, frame.parts)
+
+    def _try_again(self, error: RemoteError, started: float) -> bool:
+        late = self._clock() - started > RETRY_SECONDS
+        if error.retryable and not late:
+            return True
+        self._count("denied" if isinstance(error, RemoteDeniedError) else "failed")
+        self._warn(error.reason, "an upload is given up: %s", error)
+        return False
+
+    def _written(self, key: str, outcome: PutOutcome) -> None:
+        self._targets.presence.set(key, present=True, now=self._clock())
+        self._uploaded += 1
+        self._count(outcome.value, dropped=False)
+
+    def _count(self, outcome: str, *, dropped: bool = True) -> None:
+        self._dropped += dropped
+        self._stats.add("uploads", outcome=outcome)
+
+    def _gauge(self) -> None:
+        self._stats.set("upload_queue_items", self.pending)
+        self._stats.set("upload_queue_bytes", self._budget.used + self._private_bytes)
+
+    def _warn(self, cause: str, message: str, error: RemoteError) -> None:
+        """Log a cause once until an upload succeeds again; errors carry no secret."""
+        if cause not in self._warned and not isinstance(error, RemoteUnavailableError):
+            self._warned.add(cause)
+            logger.warning(message, error)
