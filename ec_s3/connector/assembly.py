@@ -1,0 +1,208 @@
+"""Builds the two parts of the connector from a VllmConfig; runs once per process, at start-up.
+
+Everything that can be wrong with a deployment is found here, as a `ConfigError` with its remedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ec_s3.config import ECConfig
+from ec_s3.connector.identity import namespace_of
+from ec_s3.connector.link import RankHub, socket_name
+from ec_s3.connector.media import Classifier
+from ec_s3.connector.scheduler import Scheduler
+from ec_s3.connector.state import Setup
+from ec_s3.connector.worker import Worker
+from ec_s3.errors import ConfigError
+from ec_s3.metrics import Stats
+from ec_s3.pages import Slab
+from ec_s3.port import ThreadPort
+
+if TYPE_CHECKING:
+    from ec_s3.connector.link import Answer
+    from ec_s3.keys import Namespace
+    from ec_s3.port import EnginePort
+    from ec_s3.types import FlushReport
+
+logger = logging.getLogger(__name__)
+
+_NEEDED_HOOKS = ("take_unavailable_requests", "start_worker_services", "ensure_cache_available")
+_MODALITIES = ("image", "video", "audio")
+
+
+@dataclass(slots=True)
+class SchedulerSide:
+    """The scheduler part with all that it owns."""
+
+    scheduler: Scheduler
+    port: EnginePort
+    hub: RankHub
+    slab: Slab
+    stats: Stats
+    flush_timeout: float
+
+    def close(self) -> FlushReport:
+        """Flush within the configured time, then let go of everything."""
+        report = self.port.close(self.flush_timeout)
+        self.hub.close()
+        self.slab.close()
+        return report
+
+
+def check_supported(base: type, vllm_config: Any) -> None:
+    """Refuse what cannot work, at start-up.
+
+    Raises:
+        ConfigError: a vLLM below the floor, or ranks that cannot share this host's memory.
+    """
+    missing = [name for name in _NEEDED_HOOKS if not hasattr(base, name)]
+    if missing:
+        raise ConfigError(
+            f"this vLLM's connector interface lacks {', '.join(missing)}: ec_s3 needs 0.30 or newer"
+        )
+    parallel = vllm_config.parallel_config
+    nodes = getattr(parallel, "nnodes_within_dp", 1)
+    backend = parallel.distributed_executor_backend
+    if nodes > 1:
+        raise ConfigError(
+            f"the ranks of one engine span {nodes} hosts (nnodes): they cannot share one host's "
+            "memory; run each engine on one host, or leave the EC connector out"
+        )
+    if backend not in (None, "mp", "uni"):
+        raise ConfigError(
+            f"distributed_executor_backend={backend!r}: ec_s3 needs ranks that are processes of "
+            "this host's engine; use 'mp' or 'uni'"
+        )
+
+
+def _address(vllm_config: Any) -> str:
+    parallel = vllm_config.parallel_config
+    return socket_name(
+        vllm_config.instance_id,
+        vllm_config.ec_transfer_config.engine_id,
+        getattr(parallel, "data_parallel_index", 0),
+    )
+
+
+def _ranks(vllm_config: Any) -> int:
+    """Ranks of the first pipeline stage: the only ones that see encoder outputs."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size) * int(
+        getattr(parallel, "prefill_context_parallel_size", 1)
+    )
+
+
+def build_scheduler(vllm_config: Any) -> SchedulerSide:
+    """The scheduler part: slab, engine, hub, and what decides."""
+    ec = vllm_config.ec_transfer_config
+    config = ECConfig.from_mapping(ec.ec_connector_extra_config)
+    namespace = namespace_of(vllm_config, config)
+    _warn_shutdown(vllm_config, config)
+    slab = Slab.create(config.max_local_cpu_size)
+    threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
+    port = _open_port(config, namespace, slab)
+    nonce = secrets.token_hex(16)
+    answers: list[Scheduler] = []
+
+    def on_answer(answer: Answer) -> None:
+        answers[0].on_answer(answer)
+
+    hub = RankHub(
+        _address(vllm_config),
+        nonce=nonce,
+        slab=slab,
+        world=_ranks(vllm_config),
+        on_answer=on_answer,
+    )
+    stats = Stats()
+    answers.append(
+        Scheduler(
+            _setup(vllm_config, config, namespace),
+            port=port,
+            hub=hub,
+            classifier=_classifier(vllm_config, config),
+            stats=stats,
+            nonce=nonce,
+        )
+    )
+    logger.info("encoder cache namespace %s", namespace.id)
+    return SchedulerSide(answers[0], port, hub, slab, stats, config.flush_timeout)
+
+
+def _open_port(config: ECConfig, namespace: Namespace, slab: Slab) -> EnginePort:
+    if config.engine == "process":
+        from ec_s3.child import ProcessPort
+
+        return ProcessPort(config, namespace, slab)
+    return ThreadPort(config, namespace, slab)
+
+
+def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
+    ec = vllm_config.ec_transfer_config
+    scheduler = vllm_config.scheduler_config
+    return Setup(
+        producer=bool(ec.is_ec_producer),
+        consumer=bool(ec.is_ec_consumer),
+        dtype=namespace.dtype,
+        widths=dict(ec.mm_encoder_output_widths),
+        window=int(scheduler.max_num_batched_tokens),
+        ranks=_ranks(vllm_config),
+        fetch_timeout=config.fetch_timeout,
+        metadata_timeout=config.metadata_timeout,
+        max_deferred=config.max_deferred_requests,
+    )
+
+
+def _classifier(vllm_config: Any, config: ECConfig) -> Classifier:
+    from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+    # Resolved now: the first look-up builds a processor, which no hook may wait for.
+    resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+    fields = {modality: set(resolver.fields_for(modality)) for modality in _MODALITIES}
+    lora = getattr(vllm_config, "lora_config", None)
+    tower = bool(lora is not None and getattr(lora, "enable_tower_connector_lora", False))
+    if tower and not config.adapter:
+        logger.warning(
+            "requests with an adapter on the encoder are not cached: an adapter's name does not "
+            "tell its content; set `adapter` to a fingerprint of it"
+        )
+    return Classifier(
+        metadata_fields=lambda modality: fields.get(modality, set()),
+        tower_adapters=tower and not config.adapter,
+    )
+
+
+def _warn_shutdown(vllm_config: Any, config: ECConfig) -> None:
+    if config.url is not None and not getattr(vllm_config, "shutdown_timeout", 1):
+        logger.warning(
+            "vLLM's shutdown timeout is 0: a server that is told to stop loses the uploads under "
+            "way; start it with --shutdown-timeout of 5 s or more"
+        )
+
+
+def build_worker(vllm_config: Any) -> Worker | None:
+    """The worker part of this rank, None on a pipeline stage that sees no encoder output.
+
+    Call it once the model is loaded: only then are ranks and device known.
+    """
+    import torch
+    from vllm.distributed.parallel_state import (
+        get_pcp_group,
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+    )
+
+    if not get_pp_group().is_first_rank:
+        return None
+    tp = int(vllm_config.parallel_config.tensor_parallel_size)
+    rank = get_tensor_model_parallel_rank() + tp * get_pcp_group().rank_in_group
+    kind = vllm_config.device_config.device_type
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    return Worker(_address(vllm_config), rank=rank, device=device)

@@ -1,0 +1,220 @@
+"""What requests and ranks hold at the engine's port: items on their way, ready, or to be saved.
+
+Belongs to the scheduler part and runs on its thread, but for `on_answer`, which the hub's thread
+calls. An item lives here while a request holds it or a rank has not answered a load of it; then
+its ticket is given back, and the engine's host tier keeps it or not as it sees fit.
+
+Locking: none. `on_answer` touches only `_saving` (each entry is popped by exactly one taker) and
+the queue of answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ec_s3.connector.media import Kind
+from ec_s3.connector.state import Held, State
+from ec_s3.port import Absent, Granted, Present, Ready, Want
+from ec_s3.types import DTYPE_BYTES, Extent, ItemMeta, TensorSpec
+
+if TYPE_CHECKING:
+    from ec_s3.connector.link import Answer
+    from ec_s3.connector.media import MediaItem
+    from ec_s3.connector.state import Seen, Setup
+    from ec_s3.port import EnginePort, Event
+
+
+class Holds:
+    """The table of held items, by name."""
+
+    def __init__(self, setup: Setup, port: EnginePort) -> None:
+        self._setup = setup
+        self._port = port
+        self._held: dict[str, Held] = {}
+        self._by_ticket: dict[int, str] = {}
+        self._grants: dict[str, tuple[int, tuple[Extent, ...] | None]] = {}
+        self._saving: dict[int, tuple[str, TensorSpec]] = {}
+        self._loading: dict[int, tuple[str, Held, set[int]]] = {}
+        self._answers: deque[tuple[Answer, str]] = deque()
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._grants) + len(self._saving) + len(self._loading)
+
+    def get(self, name: str) -> Held | None:
+        """The item, if anybody holds it."""
+        return self._held.get(name)
+
+    # -- items -----------------------------------------------------------------------------
+
+    def want(self, item: MediaItem, *, fresh: bool = False) -> Held:
+        """Ask the engine for an item; what can be answered at once has been when this returns."""
+        held = Held(self._ticket())
+        self._held[item.name] = held
+        self._by_ticket[held.ticket] = item.name
+        self._port.want(
+            Want(
+                ticket=held.ticket,
+                identifier=item.name,
+                save_nbytes=self._save_nbytes(item),
+                probe=not self._setup.consumer,
+                fresh=fresh,
+            )
+        )
+        self._take_events()
+        return held
+
+    def hold(self, request_id: str, seen: Seen, name: str) -> None:
+        """The request needs the item until it lets go."""
+        self._held[name].holders.add(request_id)
+        seen.holds.add(name)
+
+    def let_go(self, request_id: str, seen: Seen, name: str) -> None:
+        """The request needs the item no more."""
+        seen.holds.discard(name)
+        held = self._held.get(name)
+        if held is not None:
+            held.holders.discard(request_id)
+            self._end_if_free(name, held)
+
+    def let_go_all(self, request_id: str, seen: Seen) -> None:
+        """The request needs nothing any more."""
+        for name in list(seen.holds):
+            self.let_go(request_id, seen, name)
+
+    def _end_if_free(self, name: str, held: Held) -> None:
+        if held.holders or held.transfers:
+            return
+        if self._held.get(name) is held:
+            del self._held[name]
+            grant = self._grants.pop(name, None)
+            if grant is not None:
+                self.give_back(grant[0])
+        self.give_back(held.ticket)
+
+    def give_back(self, ticket: int) -> None:
+        """End a ticket, whatever it stands for."""
+        self._by_ticket.pop(ticket, None)
+        self._saving.pop(ticket, None)
+        self._port.release(ticket)
+
+    def _ticket(self) -> int:
+        self._next += 1
+        return self._next
+
+    # -- loads and saves -------------------------------------------------------------------
+
+    def start_transfer(self, name: str, held: Held) -> int:
+        """A load of the item begins: it stays until every rank has answered."""
+        transfer = self._ticket()
+        held.transfers.add(transfer)
+        self._loading[transfer] = (name, held, set(range(self._setup.ranks)))
+        return transfer
+
+    def _save_nbytes(self, item: MediaItem) -> int:
+        width = self._setup.widths.get(item.modality, 0)
+        if not self._setup.producer or item.kind is not Kind.MEDIA:
+            return 0
+        return item.rows * width * DTYPE_BYTES[self._setup.dtype]
+
+    def ask_grant(self, item: MediaItem) -> None:
+        """Pages for the encode of an item whose fetch has not answered."""
+        nbytes = self._save_nbytes(item)
+        held = self._held.get(item.name)
+        if not nbytes or held is None or held.state is not State.FETCHING:
+            return
+        if item.name not in self._grants:
+            ticket = self._ticket()
+            self._grants[item.name] = (ticket, None)
+            self._by_ticket[ticket] = item.name
+            self._port.reserve(ticket, item.name, nbytes)
+            self._take_events()
+
+    def take_grant(self, item: MediaItem) -> tuple[int, tuple[Extent, ...]] | None:
+        """Ticket and pages for a save: those that came with the absence, or asked for later."""
+        held = self._held.get(item.name)
+        if held is not None and held.grant:
+            # The hold's ticket lives on as the save's; the hold gets one that means nothing.
+            held.grant = False
+            ticket, held.ticket = held.ticket, self._ticket()
+            self._by_ticket.pop(ticket, None)
+            return ticket, held.extents
+        ticket, extents = self._grants.pop(item.name, (0, None))
+        if extents is None:
+            if ticket:
+                self.give_back(ticket)
+            return None
+        self._by_ticket.pop(ticket, None)
+        return ticket, extents
+
+    def expect_save(self, ticket: int, name: str, spec: TensorSpec) -> None:
+        """A rank will fill the ticket's pages with this tensor, or report that it did not."""
+        self._saving[ticket] = (name, spec)
+
+    # -- events ----------------------------------------------------------------------------
+
+    def on_answer(self, answer: Answer) -> None:
+        """A rank has reported; called on the hub's thread.
+
+        A filled reservation becomes ready at once, as an idle engine makes no further step. What
+        concerns the scheduler's own state waits for `take_in`.
+        """
+        name = ""
+        if answer.kind == "saved":
+            name, spec = self._saving.pop(answer.number, ("", None))
+            if spec is not None and answer.done:
+                self._port.filled(answer.number, spec, ItemMeta())
+            elif spec is not None:
+                self._port.release(answer.number)
+        self._answers.append((answer, name))
+
+    def take_in(self) -> bool:
+        """Take in what engine and ranks have said; whether a rank is gone."""
+        self._take_events()
+        gone = False
+        for _ in range(len(self._answers)):
+            answer, name = self._answers.popleft()
+            if answer.kind == "loaded":
+                self._on_loaded(answer)
+            elif answer.kind == "saved" and answer.done:
+                self._on_saved(name)
+            gone = gone or answer.kind == "gone"
+        return gone
+
+    def _take_events(self) -> None:
+        for event in self._port.poll():
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        name = self._by_ticket.get(event.ticket)
+        held = self._held.get(name) if name is not None else None
+        if isinstance(event, Granted):
+            if name in self._grants and event.extents is not None:
+                self._grants[name] = (event.ticket, event.extents)
+        elif held is None or held.ticket != event.ticket:
+            self._port.release(event.ticket)  # the hold was given up before the answer came
+        elif isinstance(event, Ready):
+            held.state, held.spec, held.extents = State.READY, event.spec, event.extents
+        elif isinstance(event, Present):
+            held.state = State.PRESENT
+        elif isinstance(event, Absent):
+            held.state, held.reason = State.ABSENT, event.reason
+            held.grant, held.extents = event.extents is not None, event.extents or ()
+
+    def _on_loaded(self, answer: Answer) -> None:
+        if answer.number not in self._loading:
+            return
+        name, held, missing = self._loading[answer.number]
+        missing.discard(answer.rank)
+        if not missing:
+            del self._loading[answer.number]
+            held.transfers.discard(answer.number)
+            self._end_if_free(name, held)
+
+    def _on_saved(self, name: str) -> None:
+        """The item is in host memory now: whoever comes next must not find the old absence."""
+        held = self._held.get(name)
+        if held is not None and held.state is State.ABSENT:
+            held.holders.clear()
+            self._end_if_free(name, held)

@@ -1,0 +1,73 @@
+"""What makes two vLLM engines' encoder outputs interchangeable: a Namespace from a VllmConfig.
+
+Reads configuration only; runs once per process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from ec_s3.keys import Namespace
+from ec_s3.tensors import dtype_name
+
+if TYPE_CHECKING:
+    from ec_s3.config import ECConfig
+
+_IRRELEVANT = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "text_config", "use_cache"}
+)
+"""Of a model's configuration: where it lies, who wrote it, and the language model's own part."""
+
+_MM_FIELDS = ("video_pruning_rate", "mm_encoder_attn_dtype")
+"""Of vLLM's multimodal settings: what changes an encoder's output without changing the item."""
+
+
+def namespace_of(vllm_config: Any, config: ECConfig) -> Namespace:
+    """The namespace of an engine.
+
+    Raises:
+        ConfigError: the model has no usable identity.
+    """
+    model = vllm_config.model_config
+    return Namespace(
+        model=config.model or str(model.model),
+        dtype=dtype_name(model.dtype),
+        revision=config.revision or str(model.revision or ""),
+        encoder_config=encoder_fingerprint(vllm_config),
+        quantization=str(model.quantization or ""),
+        weight_version=config.weight_version,
+        adapter=config.adapter,
+        salt=config.salt.get_secret_value() if config.salt is not None else "",
+    )
+
+
+def encoder_fingerprint(vllm_config: Any) -> str:
+    """Hash of all configuration that shapes an encoder's output, 16 hex digits."""
+    model = vllm_config.model_config
+    fields: dict[str, object] = {
+        name: value for name, value in model.hf_config.to_dict().items() if name not in _IRRELEVANT
+    }
+    multimodal = getattr(model, "multimodal_config", None)
+    for name in _MM_FIELDS:
+        fields[f"vllm:{name}"] = str(getattr(multimodal, name, None))
+    load_format = str(getattr(vllm_config.load_config, "load_format", ""))
+    if load_format == "dummy":  # weights made up from a seed
+        fields["vllm:weights"] = f"dummy:{model.seed}"
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def facts_of(vllm_config: Any) -> dict[str, object]:
+    """What identifiers depend on but the namespace does not, for people who read the manifest."""
+    import vllm
+
+    model = vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
+    return {
+        "model_argument": str(model.model),
+        "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None),
+        "media_io_kwargs": getattr(multimodal, "media_io_kwargs", None),
+        "vllm": str(vllm.__version__),
+    }

@@ -1,0 +1,345 @@
+"""The scheduler part of the connector: which items to wait for, load and save.
+
+Runs in vLLM's scheduler process on its main thread, one call at a time. It keeps dictionaries and
+talks to the engine through a port and to the ranks through a hub; neither ever makes it wait.
+
+The rule behind everything: a "yes" to `has_cache_item` means that the bytes are in this host's
+memory, verified, right for *this* request, and held until every rank has copied them. vLLM has no
+way back from a yes that turns out wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ec_s3.connector.holds import Holds
+from ec_s3.connector.media import Kind
+from ec_s3.connector.messages import LoadOrder, SaveOrder, StepMetadata
+from ec_s3.connector.state import Seen, State, Verdict
+from ec_s3.policy import should_defer
+from ec_s3.types import MissReason, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ec_s3.connector.link import Answer
+    from ec_s3.connector.media import Classifier, MediaItem
+    from ec_s3.connector.state import Held, Setup
+    from ec_s3.metrics import Stats
+    from ec_s3.port import EnginePort
+
+logger = logging.getLogger(__name__)
+
+REPROBE_SECONDS = 0.25
+"""Pause before an item that only a consumer's metadata names is asked for again."""
+
+GRANT_LEAD_SECONDS = 0.25
+"""How long before its deadline a waiting item asks for pages to save the encode into."""
+
+
+class Hub(Protocol):
+    """What the scheduler part needs of `link.RankHub`."""
+
+    address: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank has mapped the slab and none is gone."""
+        ...
+
+
+class Scheduler:
+    """Decides; the port, the hub and the worker part do."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        port: EnginePort,
+        hub: Hub,
+        classifier: Classifier,
+        stats: Stats,
+        nonce: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._setup = setup
+        self._port = port
+        self._holds = Holds(setup, port)
+        self._hub = hub
+        self._classifier = classifier
+        self._stats = stats
+        self._nonce = nonce
+        self._clock = clock
+        self._requests: dict[str, Seen] = {}
+        self._mirror: set[str] = set()
+        self._deferred: set[str] = set()
+        self._unavailable: set[str] = set()
+        # What this step has promised and planned; cleared by `build_meta`.
+        self._current: tuple[str, Seen] | None = None
+        self._promised: dict[tuple[str, str], Held] = {}
+        self._allocated: set[str] = set()
+        self._loads: list[LoadOrder] = []
+        self._saves: list[tuple[SaveOrder, str, int]] = []
+        self._warned_offline = False
+
+    # -- hooks -----------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:
+        """Whether anything may be promised: every rank has the slab, and the engine answers."""
+        return self._hub.ready and self._port.alive
+
+    def ensure(self, request: Any, computed: int) -> bool:
+        """Whether the request may be scheduled; starts what it needs."""
+        request_id = str(request.request_id)
+        seen = self._requests.get(request_id)
+        if seen is None or len(seen.items) != len(request.mm_features):
+            seen = self._first_sight(request, request_id)
+        self._current = (request_id, seen)
+        if computed >= seen.end:
+            self._passed(request_id, seen)
+            return True
+        self._pump()
+        if seen.failed:
+            return False
+        waits = False
+        for item in seen.items:
+            if item.end <= computed:
+                continue
+            verdict = self._judge(request_id, seen, item)
+            if verdict is Verdict.FAIL:
+                self._fail(request_id, seen)
+                return False
+            near = item.kind is Kind.METADATA or item.offset < computed + self._setup.window
+            waits = waits or (verdict is Verdict.WAIT and near)
+        if waits and self._defer(request_id, seen):
+            return False
+        self._deferred.discard(request_id)
+        return True
+
+    def has(self, identifier: str) -> bool:
+        """Whether the item can be had without encoding; only right after `ensure`."""
+        if identifier not in self._allocated:
+            self._mirror.discard(identifier)  # asked for means: vLLM does not have it
+        if self._current is None or not self._hub.ready:
+            return False
+        request_id, seen = self._current
+        item = seen.find(identifier)
+        held = self._holds.get(item.name) if item is not None else None
+        if item is None or held is None or item.kind is Kind.UNTOUCHED:
+            return False
+        if not self._setup.consumer:
+            return held.state is State.PRESENT
+        if held.state is not State.READY or not self._fits(held, item):
+            return False
+        self._holds.hold(request_id, seen, item.name)
+        self._promised[request_id, identifier] = held
+        return True
+
+    def allocated(self, request: Any, index: int) -> None:
+        """The item is encoded or loaded in this step: plan the load or the save."""
+        request_id = str(request.request_id)
+        seen = self._requests.get(request_id)
+        if seen is None or index >= len(seen.items):
+            return
+        item = seen.items[index]
+        self._mirror.add(item.identifier)
+        self._allocated.add(item.identifier)
+        seen.settled.add(item.name)
+        held = self._promised.pop((request_id, item.identifier), None)
+        if held is not None:
+            self._plan_load(request_id, seen, item, held)
+        elif self._setup.producer and item.kind is Kind.MEDIA:
+            self._plan_save(request_id, item, index)
+
+    def build_meta(self, output: Any) -> StepMetadata:
+        """This step's orders; ends the step's promises."""
+        self._pump()
+        metadata = StepMetadata(self._nonce, self._hub.address, self._loads, [])
+        self._loads = []
+        # The V1 runner throws an idle step's metadata away: its loads go with the next one.
+        idle = self._setup.consumer and not output.total_num_scheduled_tokens
+        if idle:
+            self._loads, metadata.loads = metadata.loads, []
+        for order, request_id, index in self._saves:
+            if index in output.scheduled_encoder_inputs.get(request_id, ()) and not idle:
+                metadata.saves.append(order)
+            else:
+                self._holds.give_back(order.ticket)
+        self._saves = []
+        for identifier in output.free_encoder_mm_hashes:
+            if identifier not in self._allocated:
+                self._mirror.discard(identifier)
+        self._promised.clear()
+        self._allocated.clear()
+        self._current = None
+        self._stats.set("deferred_requests", len(self._deferred))
+        return metadata
+
+    def finished(self, request: Any) -> None:
+        """The request has ended, was aborted or failed: let go of what it held."""
+        request_id = str(request.request_id)
+        seen = self._requests.pop(request_id, None)
+        self._deferred.discard(request_id)
+        if self._current is not None and self._current[0] == request_id:
+            self._current = None
+        if seen is not None:
+            self._holds.let_go_all(request_id, seen)
+
+    def take_unavailable(self) -> set[str]:
+        """Requests that can only fail, each reported once."""
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    # -- judging an item -------------------------------------------------------------------
+
+    def _first_sight(self, request: Any, request_id: str) -> Seen:
+        now = self._clock()
+        before = self._requests.get(request_id)
+        items = self._classifier.items(request)
+        seen = Seen(
+            items,
+            max((item.end for item in items), default=0),
+            now + self._setup.fetch_timeout,
+            now + self._setup.metadata_timeout,
+        )
+        if before is not None:  # a streaming request has got more media
+            seen.settled, seen.holds = before.settled, before.holds
+        self._requests[request_id] = seen
+        return seen
+
+    def _judge(self, request_id: str, seen: Seen, item: MediaItem) -> Verdict:
+        if item.kind is Kind.UNTOUCHED:
+            return Verdict.GO
+        if item.kind is Kind.METADATA:
+            return self._judge_metadata(request_id, seen, item)
+        if item.name in seen.settled or item.identifier in self._mirror or not self._works():
+            return Verdict.GO
+        held = self._holds.get(item.name) or self._holds.want(item)
+        self._holds.hold(request_id, seen, item.name)
+        if held.state is State.FETCHING:
+            return self._judge_waiting(seen, item)
+        if held.state is State.READY and not self._fits(held, item):
+            self._stats.add("given_up", reason="mismatch")
+        seen.settled.add(item.name)
+        return Verdict.GO
+
+    def _judge_waiting(self, seen: Seen, item: MediaItem) -> Verdict:
+        now = self._clock()
+        if now >= seen.deadline - GRANT_LEAD_SECONDS:
+            self._ask_grant(item)
+        if now < seen.deadline:
+            return Verdict.WAIT
+        self._stats.add("given_up", reason="deadline")
+        seen.settled.add(item.name)
+        return Verdict.GO
+
+    def _judge_metadata(self, request_id: str, seen: Seen, item: MediaItem) -> Verdict:
+        now = self._clock()
+        if not self._setup.consumer or now >= seen.late:
+            return Verdict.FAIL
+        if not self._works():
+            return Verdict.WAIT
+        held = self._holds.get(item.name)
+        if held is None:
+            if now < seen.retry.get(item.name, 0.0):
+                return Verdict.WAIT
+            held = self._holds.want(item, fresh=True)
+        self._holds.hold(request_id, seen, item.name)
+        if held.state is State.READY:
+            return Verdict.GO if self._fits(held, item) else Verdict.FAIL
+        if held.state is State.FETCHING:
+            return Verdict.WAIT
+        if held.reason is MissReason.TOO_LARGE:
+            return Verdict.FAIL
+        # All of its items or none: what it holds while it waits could be what others wait for.
+        self._holds.let_go_all(request_id, seen)
+        seen.retry[item.name] = now + REPROBE_SECONDS
+        return Verdict.WAIT
+
+    def _works(self) -> bool:
+        if self.online:
+            return True
+        if not self._warned_offline:
+            self._warned_offline = True
+            logger.warning("the encoder cache is not on: some rank has not mapped the host memory")
+        return False
+
+    def _fits(self, held: Held, item: MediaItem) -> bool:
+        """Whether an item in memory is exactly what vLLM expects.
+
+        Too many rows would be answered from the wrong ones, too few kill the engine.
+        """
+        spec = held.spec
+        return (
+            spec is not None
+            and spec.dtype == self._setup.dtype
+            and len(spec.shape) == 2
+            and spec.shape[0] == item.rows
+        )
+
+    def _defer(self, request_id: str, seen: Seen) -> bool:
+        if request_id in self._deferred:
+            return True
+        has_media = all(item.kind is not Kind.METADATA for item in seen.items)
+        if not should_defer(
+            has_media=has_media,
+            deferred=len(self._deferred),
+            max_deferred=self._setup.max_deferred,
+        ):
+            self._stats.add("given_up", reason="limit")
+            for item in seen.items:
+                if item.kind is Kind.MEDIA:
+                    self._ask_grant(item)
+                    seen.settled.add(item.name)
+            return False
+        if has_media:
+            self._deferred.add(request_id)
+        return True
+
+    def _fail(self, request_id: str, seen: Seen) -> None:
+        seen.failed = True
+        self._unavailable.add(request_id)
+        self._holds.let_go_all(request_id, seen)
+
+    def _passed(self, request_id: str, seen: Seen) -> None:
+        """Every placeholder is computed: nothing is needed any more."""
+        self._deferred.discard(request_id)
+        self._holds.let_go_all(request_id, seen)
+
+    # -- planning --------------------------------------------------------------------------
+
+    def _ask_grant(self, item: MediaItem) -> None:
+        if self.online:
+            self._holds.ask_grant(item)
+
+    def _plan_load(self, request_id: str, seen: Seen, item: MediaItem, held: Held) -> None:
+        transfer = self._holds.start_transfer(item.name, held)
+        assert held.spec is not None  # a promise is only made of what is ready
+        self._loads.append(LoadOrder(transfer, item.identifier, held.spec, held.extents))
+        if item.kind is Kind.MEDIA:
+            self._holds.let_go(request_id, seen, item.name)
+
+    def _plan_save(self, request_id: str, item: MediaItem, index: int) -> None:
+        grant = self._holds.take_grant(item)
+        if grant is None:
+            return
+        ticket, extents = grant
+        spec = TensorSpec(self._setup.dtype, (item.rows, self._setup.widths[item.modality]))
+        self._holds.expect_save(ticket, item.name, spec)
+        order = SaveOrder(ticket, item.identifier, spec, extents)
+        self._saves.append((order, request_id, index))
+
+    # -- events ----------------------------------------------------------------------------
+
+    def on_answer(self, answer: Answer) -> None:
+        """A rank has reported; called on the hub's thread."""
+        self._holds.on_answer(answer)
+
+    def _pump(self) -> None:
+        """Take in what engine and ranks have said since."""
+        if self._holds.take_in():
+            self._stats.add("given_up", reason="rank_gone")
+            logger.error("a rank is gone; the encoder cache is off")

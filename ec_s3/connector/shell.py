@@ -1,0 +1,233 @@
+"""ECS3Connector: the class that vLLM loads. Builds one part, forwards to it, guards the border.
+
+One instance per process and role. vLLM's hooks must never raise: an unexpected exception is a bug
+of ours, counted, logged once with its traceback, and answered safely; after many of them the
+connector switches itself off, loudly, and vLLM goes on encoding as if it were not there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+
+from ec_s3.connector.assembly import build_scheduler, build_worker, check_supported
+from ec_s3.connector.messages import StepMetadata
+from ec_s3.connector.stats import ECS3PromMetrics, ECS3Stats
+from ec_s3.metrics import combine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ec_s3.connector.assembly import SchedulerSide
+    from ec_s3.connector.worker import Worker
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_ERRORS = 20
+"""Unexpected exceptions after which the connector gives up."""
+
+STATS_SECONDS = 1.0
+
+
+class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped at this border
+    """vLLM EC connector on object storage.
+
+    Args:
+        vllm_config: the engine's configuration; settings are in
+            `ec_transfer_config.ec_connector_extra_config`, see `ECConfig`.
+        role: scheduler or worker.
+
+    Raises:
+        ConfigError: a setting, a vLLM or a layout that cannot work.
+    """
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        check_supported(ECConnectorBase, vllm_config)
+        self._encoder_decoder = bool(vllm_config.model_config.is_encoder_decoder)
+        self._errors = 0
+        self._logged: set[str] = set()
+        self._stats_at = 0.0
+        self._side: SchedulerSide | None = None
+        self._worker: Worker | None = None
+        if role is ECConnectorRole.SCHEDULER and not self._encoder_decoder:
+            self._side = build_scheduler(vllm_config)
+            atexit.register(self.shutdown)
+
+    def _safely(self, hook: str, call: Callable[[], T], otherwise: T) -> T:
+        """Run a hook's work; on an unexpected exception give the safe answer."""
+        try:
+            return call()
+        except Exception:  # the border to vLLM: whatever escapes here ends the engine
+            self._errors += 1
+            if self._side is not None:
+                self._side.stats.add("errors", where="scheduler")
+            if hook not in self._logged:
+                self._logged.add(hook)
+                logger.exception("unexpected error in %s; answered safely", hook)
+            if self._errors == MAX_ERRORS:
+                logger.critical("too many unexpected errors: the encoder cache is switched off")
+            return otherwise
+
+    @property
+    def _on(self) -> SchedulerSide | None:
+        """The scheduler part, while it is trusted."""
+        return self._side if self._errors < MAX_ERRORS else None
+
+    # -- scheduler -------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        """See vLLM. False defers the request for this step, and only this request."""
+        side = self._on
+        if side is None:
+            return True
+        return self._safely(
+            "ensure_cache_available",
+            lambda: side.scheduler.ensure(request, num_computed_tokens),
+            otherwise=True,
+        )
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """See vLLM. True means that the bytes are in this host's memory, verified and held."""
+        side = self._on
+        if side is None:
+            return False
+        return self._safely(
+            "has_cache_item", lambda: side.scheduler.has(identifier), otherwise=False
+        )
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """See vLLM."""
+        side = self._side
+        if side is not None:
+            self._safely(
+                "update_state_after_alloc",
+                lambda: side.scheduler.allocated(request, index),
+                otherwise=None,
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See vLLM. This step's orders for the workers."""
+        side = self._side
+        if side is None:
+            return StepMetadata()
+        return self._safely(
+            "build_connector_meta",
+            lambda: side.scheduler.build_meta(scheduler_output),
+            otherwise=StepMetadata(),
+        )
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM. Always False: a True would hold the request and its blocks for ever."""
+        side = self._side
+        if side is not None:
+            self._safely(
+                "request_finished", lambda: side.scheduler.finished(request), otherwise=None
+            )
+        return False, None
+
+    def take_unavailable_requests(self) -> set[str]:
+        """See vLLM. Requests without media whose items cannot be had: they fail, singly."""
+        side = self._side
+        if side is None:
+            return set()
+        return self._safely(
+            "take_unavailable_requests", side.scheduler.take_unavailable, otherwise=set()
+        )
+
+    def get_ec_connector_stats(self) -> ECS3Stats | None:
+        """See vLLM. At most one report a second, as vLLM asks in every step."""
+        side = self._side
+        now = time.monotonic()
+        if side is None or now < self._stats_at:
+            return None
+        self._stats_at = now + STATS_SECONDS
+        return self._safely(
+            "get_ec_connector_stats",
+            lambda: ECS3Stats(data=combine(side.port.drain_stats(), side.stats.drain())),
+            otherwise=None,
+        )
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECS3Stats:
+        """See vLLM."""
+        return ECS3Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ECS3PromMetrics:
+        """See vLLM."""
+        return ECS3PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker ----------------------------------------------------------------------------
+
+    def start_worker_services(self) -> None:
+        """See vLLM. Starts the thread that maps the slab; returns at once."""
+        if self.role is ECConnectorRole.WORKER and not self._encoder_decoder:
+            self._worker = self._safely(
+                "start_worker_services", lambda: build_worker(self._vllm_config), otherwise=None
+            )
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """See vLLM. A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        worker = self._worker
+        if worker is not None:
+            self._safely(
+                "bind_connector_metadata",
+                lambda: worker.begin(connector_metadata, saves=self.is_producer),
+                otherwise=None,
+            )
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
+        """See vLLM. Only delivers: the fetch was over before the scheduler said yes."""
+        worker = self._worker
+        metadata = self._connector_metadata
+        if worker is not None and isinstance(metadata, StepMetadata) and self.is_consumer:
+            worker.load(metadata, encoder_cache)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
+        """See vLLM. Copies an output that the scheduler part wants; skips all others."""
+        worker = self._worker
+        metadata = self._connector_metadata
+        if worker is not None and isinstance(metadata, StepMetadata):
+            self._safely(
+                "save_caches",
+                lambda: worker.save(metadata, mm_hash, encoder_cache[mm_hash]),
+                otherwise=None,
+            )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        """See vLLM. Called at the end of each step: orders left over are answered "not done"."""
+        del finished_req_ids  # completion is reported per order, never per request
+        worker = self._worker
+        if worker is not None:
+            self._safely("get_finished", worker.end, otherwise=None)
+        return None, None
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """See vLLM. Flushes uploads within `flush_timeout`; idempotent."""
+        atexit.unregister(self.shutdown)
+        side, self._side = self._side, None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._safely("shutdown", worker.close, otherwise=None)
+        if side is not None:
+            report = self._safely("shutdown", side.close, otherwise=None)
+            if report is not None and not report.complete:
+                logger.warning("%d uploads were dropped at shutdown", report.pending)

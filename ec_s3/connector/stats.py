@@ -1,0 +1,79 @@
+"""The connector's metrics as vLLM wants them; all names come from `metrics.METRICS`.
+
+`ECS3Stats` travels from the scheduler's process to the API process, where `ECS3PromMetrics`
+registers and fills the Prometheus metrics with vLLM's own labels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.ec_transfer.ec_connector.metrics import (
+    ECConnectorPromMetrics,
+    ECConnectorStats,
+)
+
+from ec_s3.metrics import METRICS, Stats, combine, observations, parse_series
+
+PREFIX = "vllm:ec_s3_"
+
+
+class ECS3Stats(ECConnectorStats):  # type: ignore[misc]  # vLLM is untyped at this border
+    """Increments since the last report; `data` is what `metrics.Stats.drain` returns."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: ECConnectorStats) -> ECS3Stats:
+        """Both together, the other one being the newer."""
+        self.data = combine(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The counters and gauges that are not zero, flat, for the log line."""
+        stats = Stats()
+        stats.merge(self.data)
+        return {name: round(value, 3) for name, value in stats.snapshot().items() if value}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class ECS3PromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # vLLM is untyped at this border
+    """Prometheus metrics of one API process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        types = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        self._metrics: dict[str, Any] = {}
+        for metric in METRICS.values():
+            extra = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+            self._metrics[metric.name] = metric_types[types[metric.kind]](
+                name=f"{PREFIX}{metric.name}",
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.labels],
+                **extra,
+            )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report of an engine."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for series, value in transfer_stats_data.items():
+            metric, labels = parse_series(series)
+            child = self._metrics[metric.name].labels(*engine, *labels.values())
+            if metric.kind == "counter":
+                child.inc(value)
+            elif metric.kind == "gauge":
+                child.set(value)
+            else:
+                for observation in observations(metric, value):
+                    child.observe(observation)
