@@ -154,6 +154,10 @@ class DirectoryStore:
                 failed[key] = str(exc)
         return DeleteReport(tuple(key for key in keys if key not in failed), failed)
 
+    async def connect(self) -> None:
+        """Open the folder; of a bounded one, find out what it holds."""
+        await self._run("connect", "", lambda _, stop: stop)
+
     async def aclose(self) -> None:
         """Give the folder back; waits at most a second for running calls."""
         if self._closed:
@@ -178,7 +182,7 @@ class DirectoryStore:
         """Do file operations on a thread; a cancelled one is told to stop and waited for."""
         if self._closed:
             raise ClosedError("the store is closed")
-        if operation != "list":
+        if operation not in ("list", "connect"):
             check_key(key)
         stop = threading.Event()
         future = asyncio.get_running_loop().run_in_executor(

@@ -200,6 +200,12 @@ class S3Store:
         await asyncio.gather(*(work() for _ in range(min(len(keys), _DELETES_AT_ONCE))))
         return DeleteReport(tuple(key for key in keys if key not in failed), failed)
 
+    async def connect(self) -> None:
+        """Build the client: most of a second of CPU time that no fetch should wait for."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+        await self._connection.client()
+
     async def aclose(self) -> None:
         """Fail running calls with `ClosedError` and close the connections, within a second."""
         if self._closed:

@@ -98,6 +98,15 @@ class Store(Protocol):
         """Delete keys; one that does not exist counts as deleted, one that fails is reported."""
         ...
 
+    async def connect(self) -> None:
+        """Get everything ready that the first call would otherwise wait for; sends no request.
+
+        Raises:
+            ConfigError: the settings cannot be used here.
+            RemoteError: the store cannot be used now; a later call may find it otherwise.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Release connections; idempotent. Later calls raise `ClosedError`."""
         ...

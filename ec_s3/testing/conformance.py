@@ -252,6 +252,13 @@ class StoreTests:
             assert result is not None
             assert bytes(result.body) == str(n).encode() * 1000
 
+    async def test_connecting_ahead_changes_nothing(self, store: Store) -> None:
+        await store.connect()
+        await store.connect()
+        assert await store.head("a/k") is None
+        await stored(store)
+        assert await store.head("a/k") is not None
+
     async def test_a_closed_store_says_so(self, store: Store) -> None:
         await stored(store)
         await store.aclose()

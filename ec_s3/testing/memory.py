@@ -95,6 +95,9 @@ class MemoryStore:
             self.objects.pop(key, None)
         return DeleteReport(tuple(keys))
 
+    async def connect(self) -> None:
+        """See `Store.connect`; nothing takes long here."""
+
     async def aclose(self) -> None:
         self._closed = True
 
