@@ -1,0 +1,66 @@
+# ec_s3: `make demo` or `make test` on a fresh machine does all the set-up by itself.
+#
+#   make demo     a cold and a warm vLLM process on one embedded S3 bucket; "demo: OK" at the end
+#   make test     every test but the slow ones, real vLLM included
+#   make lint     ruff, mypy, import-linter, file length
+#   make bench    the benchmarks        make faults   fault injection
+#   make docs     the documentation     make clean    what builds and tests left (not the .venv)
+#
+# Settings: VENV=dir  PYTHON=python3.11  JOBS=n (xdist workers)  ARGS="..." (for the main command)
+#           TORCH_INDEX=url  further package index for torch, e.g. one with CPU builds of it
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
+VENV ?= $(ROOT)/.venv
+JOBS ?= 2
+ARGS ?=
+# Child processes (make, tests, vLLM workers) take the virtual environment's programs first.
+BIN := $(if $(filter /%,$(VENV)),$(VENV),$(ROOT)/$(VENV))/bin
+RUN := cd "$(ROOT)" && PATH="$(BIN):$$PATH"
+MAX_LINES := 400
+
+export PYTHON TORCH_INDEX
+
+.PHONY: help setup demo test test-fast test-e2e lint bench faults docs clean
+
+help:
+	@sed -n '1,/^$$/s/^#//p' "$(ROOT)/Makefile"
+
+setup:
+	@"$(ROOT)/tools/setup_env.sh" "$(VENV)"
+
+demo: setup
+	@$(RUN) python -m ec_s3.cli.demo $(ARGS)
+
+test: test-e2e
+
+# Two pytest runs: vLLM needs both cores and much memory, so it never shares them with xdist.
+test-fast: setup
+	@$(RUN) pytest -n $(JOBS) -m "not slow and not e2e and not gpu" $(ARGS)
+
+test-e2e: test-fast
+	@$(RUN) REQUIRE_VLLM=1 pytest -p no:randomly -m "e2e and not slow and not gpu" $(ARGS)
+
+lint: setup
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+	@$(RUN) lint-imports --no-cache
+	@$(RUN) find ec_s3 -name '*.py' -exec wc -l {} + | \
+	  awk '$$2 != "total" && $$1 > $(MAX_LINES) { print $$2 ": " $$1 " lines, over $(MAX_LINES)"; bad = 1 } \
+	       END { exit bad }'
+
+bench: setup
+	@$(RUN) bash -euc 'for file in benchmarks/[a-z]*.py; do echo "== $$file"; python "$$file" $(ARGS); done'
+
+faults: setup
+	@$(RUN) pytest -m "not gpu" tests/faults $(ARGS)
+
+docs: setup
+	@$(RUN) mkdocs build --strict $(ARGS)
+
+clean:
+	@cd "$(ROOT)" && rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
