@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 REPROBE_SECONDS = 0.25
 """Pause before an item that only a consumer's metadata names is asked for again."""
 
+IDLE_SECONDS = 0.0005
+"""Pause of a step that does nothing but wait for fetches. vLLM in one process would spin through
+such steps and keep the interpreter from the very threads that it waits for."""
+
 GRANT_LEAD_SECONDS = 0.25
 """How long before its deadline a waiting item asks for pages to save the encode into."""
 
@@ -63,6 +67,7 @@ class Scheduler:
         stats: Stats,
         nonce: str,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._setup = setup
         self._port = port
@@ -72,6 +77,7 @@ class Scheduler:
         self._stats = stats
         self._nonce = nonce
         self._clock = clock
+        self._pause = pause
         self._requests: dict[str, Seen] = {}
         self._mirror: set[str] = set()
         self._deferred: set[str] = set()
@@ -82,6 +88,7 @@ class Scheduler:
         self._allocated: set[str] = set()
         self._loads: list[LoadOrder] = []
         self._saves: list[tuple[SaveOrder, str, int]] = []
+        self._waited = False
         self._warned_offline = False
 
     # -- hooks -----------------------------------------------------------------------------
@@ -115,6 +122,7 @@ class Scheduler:
             near = item.kind is Kind.METADATA or item.offset < computed + self._setup.window
             waits = waits or (verdict is Verdict.WAIT and near)
         if waits and self._defer(request_id, seen):
+            self._waited = True
             return False
         self._deferred.discard(request_id)
         return True
@@ -175,6 +183,9 @@ class Scheduler:
         self._promised.clear()
         self._allocated.clear()
         self._current = None
+        if self._waited and not output.total_num_scheduled_tokens:
+            self._pause(IDLE_SECONDS)
+        self._waited = False
         self._stats.set("deferred_requests", len(self._deferred))
         return metadata
 

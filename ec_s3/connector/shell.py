@@ -37,6 +37,14 @@ MAX_ERRORS = 20
 STATS_SECONDS = 1.0
 
 
+def _join_vllm_log() -> None:
+    """Let our log lines appear among vLLM's, unless somebody has set up a log for them."""
+    ours, theirs = logging.getLogger("ec_s3"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        ours.handlers.extend(theirs.handlers)
+        ours.setLevel(theirs.level)
+
+
 class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped at this border
     """vLLM EC connector on object storage.
 
@@ -51,6 +59,7 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
+        _join_vllm_log()
         check_supported(ECConnectorBase, vllm_config)
         self._encoder_decoder = bool(vllm_config.model_config.is_encoder_decoder)
         self._errors = 0
