@@ -11,6 +11,7 @@ the queue of answers.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ec_s3.connector.media import Kind
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from ec_s3.port import EnginePort, Event
 
 
+@dataclass(slots=True)
+class _Grant:
+    """Pages to save an item into, asked for apart from its fetch; None while not granted."""
+
+    ticket: int
+    nbytes: int
+    extents: tuple[Extent, ...] | None = None
+
+
 class Holds:
     """The table of held items, by name."""
 
@@ -33,7 +43,7 @@ class Holds:
         self._port = port
         self._held: dict[str, Held] = {}
         self._by_ticket: dict[int, str] = {}
-        self._grants: dict[str, tuple[int, tuple[Extent, ...] | None]] = {}
+        self._grants: dict[str, _Grant] = {}
         self._saving: dict[int, tuple[str, TensorSpec]] = {}
         self._loading: dict[int, tuple[str, Held, set[int]]] = {}
         self._answers: deque[tuple[Answer, str]] = deque()
@@ -51,13 +61,14 @@ class Holds:
     def want(self, item: MediaItem, *, fresh: bool = False) -> Held:
         """Ask the engine for an item; what can be answered at once has been when this returns."""
         held = Held(self._ticket())
+        held.asked = self._save_nbytes(item)
         self._held[item.name] = held
         self._by_ticket[held.ticket] = item.name
         self._port.want(
             Want(
                 ticket=held.ticket,
                 identifier=item.name,
-                save_nbytes=self._save_nbytes(item),
+                save_nbytes=held.asked,
                 probe=not self._setup.consumer,
                 fresh=fresh,
             )
@@ -90,7 +101,7 @@ class Holds:
             del self._held[name]
             grant = self._grants.pop(name, None)
             if grant is not None:
-                self.give_back(grant[0])
+                self.give_back(grant.ticket)
         self.give_back(held.ticket)
 
     def give_back(self, ticket: int) -> None:
@@ -125,28 +136,32 @@ class Holds:
         if not nbytes or held is None or held.state is not State.FETCHING:
             return
         if item.name not in self._grants:
-            ticket = self._ticket()
-            self._grants[item.name] = (ticket, None)
-            self._by_ticket[ticket] = item.name
-            self._port.reserve(ticket, item.name, nbytes)
+            grant = _Grant(self._ticket(), nbytes)
+            self._grants[item.name] = grant
+            self._by_ticket[grant.ticket] = item.name
+            self._port.reserve(grant.ticket, item.name, nbytes)
             self._take_events()
 
     def take_grant(self, item: MediaItem) -> tuple[int, tuple[Extent, ...]] | None:
-        """Ticket and pages for a save: those that came with the absence, or asked for later."""
+        """Ticket and pages for a save: those that came with the absence, or asked for later.
+
+        None when there are none, or when they were asked for by a request that takes the item to
+        have another size.
+        """
+        nbytes = self._save_nbytes(item)
         held = self._held.get(item.name)
-        if held is not None and held.grant:
+        if held is not None and held.grant == nbytes > 0:
             # The hold's ticket lives on as the save's; the hold gets one that means nothing.
-            held.grant = False
+            held.grant = 0
             ticket, held.ticket = held.ticket, self._ticket()
             self._by_ticket.pop(ticket, None)
             return ticket, held.extents
-        ticket, extents = self._grants.pop(item.name, (0, None))
-        if extents is None:
-            if ticket:
-                self.give_back(ticket)
+        grant = self._grants.get(item.name)
+        if grant is None or grant.extents is None or grant.nbytes != nbytes:
             return None
-        self._by_ticket.pop(ticket, None)
-        return ticket, extents
+        del self._grants[item.name]
+        self._by_ticket.pop(grant.ticket, None)
+        return grant.ticket, grant.extents
 
     def expect_save(self, ticket: int, name: str, spec: TensorSpec) -> None:
         """A rank will fill the ticket's pages with this tensor, or report that it did not."""
@@ -190,8 +205,11 @@ class Holds:
         name = self._by_ticket.get(event.ticket)
         held = self._held.get(name) if name is not None else None
         if isinstance(event, Granted):
-            if name in self._grants and event.extents is not None:
-                self._grants[name] = (event.ticket, event.extents)
+            grant = self._grants.get(name) if name is not None else None
+            if grant is not None and grant.ticket == event.ticket:
+                grant.extents = event.extents
+            else:
+                self._port.release(event.ticket)
         elif held is None or held.ticket != event.ticket:
             self._port.release(event.ticket)  # the hold was given up before the answer came
         elif isinstance(event, Ready):
@@ -200,7 +218,7 @@ class Holds:
             held.state = State.PRESENT
         elif isinstance(event, Absent):
             held.state, held.reason = State.ABSENT, event.reason
-            held.grant, held.extents = event.extents is not None, event.extents or ()
+            held.grant, held.extents = held.asked if event.extents else 0, event.extents or ()
 
     def _on_loaded(self, answer: Answer) -> None:
         if answer.number not in self._loading:

@@ -1,11 +1,12 @@
-"""What the scheduler part tells the worker part with each step. Plain values, picklable."""
+"""What the scheduler part tells the worker part with each step. Plain values, picklable.
+
+Nothing of vLLM is imported: `shell` registers `StepMetadata` as one of its metadata classes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 if TYPE_CHECKING:
     from ec_s3.types import Extent, TensorSpec
@@ -46,7 +47,7 @@ class SaveOrder:
 
 
 @dataclass(slots=True)
-class StepMetadata(ECConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped at this border
+class StepMetadata:
     """One step's orders.
 
     Attributes:

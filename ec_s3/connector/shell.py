@@ -12,7 +12,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
 
 from ec_s3.connector.assembly import build_scheduler, build_worker, check_supported
 from ec_s3.connector.messages import StepMetadata
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+ECConnectorMetadata.register(StepMetadata)
 
 MAX_ERRORS = 20
 """Unexpected exceptions after which the connector gives up."""

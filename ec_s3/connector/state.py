@@ -28,6 +28,8 @@ class Held:
 
     Attributes:
         ticket: the hold's number at the port.
+        asked: bytes that the fetch was to reserve for a save on absence.
+        grant: bytes reserved at `extents` to save the item into, 0 for none.
         holders: requests that hold it.
         transfers: loads that not every rank has answered.
     """
@@ -37,7 +39,8 @@ class Held:
     reason: MissReason = MissReason.ABSENT
     spec: TensorSpec | None = None
     extents: tuple[Extent, ...] = ()
-    grant: bool = False
+    asked: int = 0
+    grant: int = 0
     holders: set[str] = field(default_factory=set)
     transfers: set[int] = field(default_factory=set)
 

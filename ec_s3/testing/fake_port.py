@@ -1,0 +1,117 @@
+"""An `EnginePort` whose answers a test gives by hand; it checks the protocol as it goes.
+
+One thread. Holds no bytes: leases and reservations are made-up extents, distinct per ticket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ec_s3.port import Absent, Granted, Present, Ready, Want
+from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
+
+if TYPE_CHECKING:
+    from ec_s3.metrics import Data
+    from ec_s3.port import Event
+
+_PAGE = 1 << 18
+
+
+class FakePort:
+    """Remembers every ticket until it is released or filled.
+
+    Attributes:
+        items: what the host tier holds, by name; a `want` of these is answered at once.
+        wants: unanswered wants, by ticket.
+        leases: names leased, by ticket.
+        grants: names and sizes reserved, by ticket.
+        filled_items: what was saved, in order.
+        room: whether reservations are granted.
+        alive: see `EnginePort.alive`.
+    """
+
+    def __init__(self) -> None:
+        self.items: dict[str, TensorSpec] = {}
+        self.wants: dict[int, Want] = {}
+        self.leases: dict[int, str] = {}
+        self.grants: dict[int, tuple[str, int]] = {}
+        self.filled_items: list[tuple[str, TensorSpec]] = []
+        self.history: list[Want] = []
+        self.room = True
+        self.alive = True
+        self._events: deque[Event] = deque()
+
+    @property
+    def open_tickets(self) -> set[int]:
+        """Tickets that stand for something."""
+        return {*self.wants, *self.leases, *self.grants}
+
+    def extents_of(self, ticket: int) -> tuple[Extent, ...]:
+        """Where the ticket's made-up bytes lie."""
+        return (Extent(ticket * _PAGE, _PAGE),)
+
+    def want(self, want: Want) -> None:
+        """See `EnginePort.want`."""
+        assert want.ticket not in self.open_tickets, "a ticket stands for one hold only"
+        self.history.append(want)
+        self.wants[want.ticket] = want
+        if want.identifier in self.items and not want.probe:
+            self.ready(want.ticket)
+
+    def ready(self, ticket: int, spec: TensorSpec | None = None) -> None:
+        """Answer a want with the item, as it is in `items` or as given."""
+        want = self.wants.pop(ticket)
+        self.leases[ticket] = want.identifier
+        found = spec or self.items[want.identifier]
+        self._events.append(Ready(ticket, found, self.extents_of(ticket), ItemMeta()))
+
+    def present(self, ticket: int) -> None:
+        """Answer a probe with yes."""
+        del self.wants[ticket]
+        self._events.append(Present(ticket))
+
+    def absent(self, ticket: int, reason: MissReason = MissReason.ABSENT) -> None:
+        """Answer a want with no, and with the reservation that it asked for, if there is room."""
+        want = self.wants.pop(ticket)
+        extents = None
+        if want.save_nbytes and self.room:
+            self.grants[ticket] = (want.identifier, want.save_nbytes)
+            extents = self.extents_of(ticket)
+        self._events.append(Absent(ticket, reason, extents))
+
+    def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
+        """See `EnginePort.reserve`."""
+        assert ticket not in self.open_tickets, "a ticket stands for one hold only"
+        if self.room:
+            self.grants[ticket] = (identifier, nbytes)
+        self._events.append(Granted(ticket, self.extents_of(ticket) if self.room else None))
+
+    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+        """See `EnginePort.filled`."""
+        del meta
+        name, nbytes = self.grants.pop(ticket)
+        assert spec.nbytes == nbytes, "a reservation is filled with what it was made for"
+        self.filled_items.append((name, spec))
+        self.items.setdefault(name, spec)
+
+    def release(self, ticket: int) -> None:
+        """See `EnginePort.release`."""
+        for table in (self.wants, self.leases, self.grants):
+            table.pop(ticket, None)  # type: ignore[attr-defined]  # three dicts of different values
+
+    def poll(self) -> list[Event]:
+        """See `EnginePort.poll`."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def drain_stats(self) -> Data:
+        """See `EnginePort.drain_stats`."""
+        return {}
+
+    def close(self, timeout: float) -> FlushReport:
+        """See `EnginePort.close`."""
+        del timeout
+        self.alive = False
+        return FlushReport()
