@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from ec_s3.config import ECConfig
@@ -119,7 +119,7 @@ class ProcessPort:
         self._send(
             kind="start",
             config=_dump(config),
-            namespace=asdict(namespace),
+            namespace={f.name: getattr(namespace, f.name) for f in fields(namespace) if f.init},
             nbytes=slab.nbytes,
         )
         if not self._started.wait(START_SECONDS) or not self._alive:

@@ -1,0 +1,14 @@
+"""The engine on a thread of this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from ec_s3.port import ThreadPort
+from ec_s3.testing.port_conformance import NAMESPACE, OpenPort, PortTests
+
+
+class TestThreadPort(PortTests):
+    @pytest.fixture
+    def open_port(self) -> OpenPort:
+        return lambda config, slab: ThreadPort(config, NAMESPACE, slab)
