@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import selectors
 import socket
 import struct
@@ -235,10 +236,12 @@ class RankLink:
         self._rank = rank
         self._prepare = prepare
         self._sock: socket.socket | None = None
-        self._send_lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="ec_s3-link", daemon=True)
+        self._sender = threading.Thread(target=self._send, name="ec_s3-answers", daemon=True)
         self._thread.start()
+        self._sender.start()
 
     def redirect(self, name: str) -> None:
         """The hub of this engine listens elsewhere: connect there instead."""
@@ -248,15 +251,18 @@ class RankLink:
 
     def answer(self, kind: str, number: int, *, done: bool) -> None:
         """Report on an order; any thread, never waits for the hub to read."""
-        message = json.dumps({"kind": kind, "number": number, "done": done}).encode()
-        with self._send_lock:
-            if self._sock is None:
-                return
-            try:
-                self._sock.send(message, socket.MSG_DONTWAIT)
-            except OSError:
+        self._outbox.put(json.dumps({"kind": kind, "number": number, "done": done}).encode())
+
+    def _send(self) -> None:
+        """Send answers in order; a burst may fill the socket, which no hook may wait for."""
+        while (message := self._outbox.get()) is not None:
+            sock = self._sock
+            if sock is not None:
                 # An answer that is lost would hold its pages for ever: better to be gone.
-                self._drop()
+                try:
+                    sock.send(message)
+                except OSError:
+                    self._drop()
 
     def _main(self) -> None:
         pause = 0.02
@@ -282,9 +288,8 @@ class RankLink:
             self._prepare(slab, nonce)
             report = {"kind": "mapped", "rank": self._rank, "nonce": nonce}
             sock.settimeout(None)
-            with self._send_lock:
-                sock.send(json.dumps(report).encode())
-                self._sock = sock
+            self._sock = sock  # before the report: orders may follow it at once
+            sock.send(json.dumps(report).encode())
             while not self._closed.is_set() and sock.recv(MAX_MESSAGE):
                 pass
         finally:
@@ -300,6 +305,8 @@ class RankLink:
     def close(self) -> None:
         """Hang up; idempotent."""
         self._closed.set()
+        self._outbox.put(None)
+        self._sender.join(1.0)
         self._drop()
         self._thread.join(2.0)
 

@@ -127,6 +127,17 @@ class Scheduler:
         self._deferred.discard(request_id)
         return True
 
+    def excuse(self, request: Any) -> bool:
+        """The answer of `ensure` when nothing can be done for a request any more.
+
+        One that carries its media goes on to the encoder; one that does not can only fail.
+        """
+        items = self._classifier.items(request)
+        if all(item.kind is not Kind.METADATA for item in items):
+            return True
+        self._unavailable.add(str(request.request_id))
+        return False
+
     def has(self, identifier: str) -> bool:
         """Whether the item can be had without encoding; only right after `ensure`."""
         if identifier not in self._allocated:

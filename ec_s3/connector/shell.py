@@ -101,13 +101,20 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """See vLLM. False defers the request for this step, and only this request."""
-        side = self._on
+        side = self._side
         if side is None:
             return True
+        answer: bool | None = None
+        if self._on is not None:
+            answer = self._safely(
+                "ensure_cache_available",
+                lambda: side.scheduler.ensure(request, num_computed_tokens),
+                otherwise=None,
+            )
+        if answer is not None:
+            return answer
         return self._safely(
-            "ensure_cache_available",
-            lambda: side.scheduler.ensure(request, num_computed_tokens),
-            otherwise=True,
+            "ensure_cache_available", lambda: side.scheduler.excuse(request), otherwise=True
         )
 
     def has_cache_item(self, identifier: str) -> bool:

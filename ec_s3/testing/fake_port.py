@@ -97,8 +97,9 @@ class FakePort:
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""
-        for table in (self.wants, self.leases, self.grants):
-            table.pop(ticket, None)  # type: ignore[attr-defined]  # three dicts of different values
+        self.wants.pop(ticket, None)
+        self.leases.pop(ticket, None)
+        self.grants.pop(ticket, None)
 
     def poll(self) -> list[Event]:
         """See `EnginePort.poll`."""

@@ -260,9 +260,9 @@ class PortTests:
     ) -> None:
         port = open_port(config(url), slab)
         self._save(port, slab, 1, "a")
-        assert port.alive
+        before = port.alive
         assert port.close(5.0).complete
-        assert not port.alive
+        assert (before, port.alive) == (True, False)
         port.close(5.0)
         port.want(Want(ticket=2, identifier="a"))
         port.release(2)

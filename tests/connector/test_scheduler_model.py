@@ -194,9 +194,8 @@ class VLLMAtPlay(RuleBasedStateMachine):
     def _finish_step(
         self, data: st.DataObject, encodes: dict[str, list[int]], loads: list[str], tokens: int
     ) -> None:
-        preempted = data.draw(st.sampled_from([False, False, True])) and bool(encodes)
-        if preempted:
-            encodes.pop(next(iter(encodes)))
+        if data.draw(st.integers(0, 2)) == 0 and encodes:
+            encodes.pop(next(iter(encodes)))  # preempted in the same step
         freed, self.freed = self.freed, []
         metadata = self.play.scheduler.build_meta(
             Output(encodes, freed, total_num_scheduled_tokens=tokens)
@@ -218,7 +217,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
         for name in [n for n, live in self.live.items() if live.computed >= live.total]:
             if data.draw(st.booleans()):
                 self._end(name)
-        if self.cache and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and self.cache:
             gone = data.draw(st.sampled_from(sorted(self.cache)))
             del self.cache[gone]
             self.freed.append(gone)

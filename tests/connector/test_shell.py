@@ -1,0 +1,280 @@
+"""The border to vLLM, with vLLM's own classes: nothing that goes wrong inside may escape."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm_play import Output, Play, feature, spec
+
+from ec_s3.connector.assembly import check_supported
+from ec_s3.connector.messages import StepMetadata
+from ec_s3.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ec_s3.connector.shell import ECS3Connector
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    """VLLM's package; the tests here are skipped where it is not installed."""
+    if os.environ.get("REQUIRE_VLLM"):
+        import vllm
+
+        return vllm
+    return pytest.importorskip("vllm", exc_type=ImportError)
+
+
+def vllm_config(role: str = "ec_both", *, encoder_decoder: bool = False, **parallel: Any) -> Any:
+    ec = SimpleNamespace(
+        is_ec_producer=role != "ec_consumer",
+        is_ec_consumer=role != "ec_producer",
+        ec_connector_extra_config={},
+    )
+    layout = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", **parallel}
+    return SimpleNamespace(
+        ec_transfer_config=ec,
+        model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        parallel_config=SimpleNamespace(**layout),
+    )
+
+
+class Inside:
+    """A connector whose scheduler part a test can reach."""
+
+    def __init__(self, vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        del vllm
+        from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+        from ec_s3.connector import shell
+
+        self.play = Play()
+        self.closed = 0
+
+        def close() -> None:
+            self.closed += 1
+
+        side = SimpleNamespace(
+            scheduler=self.play.scheduler, port=self.play.port, stats=self.play.stats, close=close
+        )
+        monkeypatch.setattr(shell, "build_scheduler", lambda _: side)
+        self.shell = shell
+        self.connector: ECS3Connector = shell.ECS3Connector(
+            vllm_config(), ECConnectorRole.SCHEDULER
+        )
+
+
+@pytest.fixture
+def inside(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Inside]:
+    inside = Inside(vllm, monkeypatch)
+    yield inside
+    inside.connector.shutdown()
+
+
+def test_every_hook_of_vllm_is_there_with_its_own_signature(vllm: Any) -> None:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    from ec_s3.connector import ECS3Connector
+
+    for name, theirs in inspect.getmembers(ECConnectorBase, inspect.isfunction):
+        if name.startswith("__"):
+            continue
+        ours = inspect.signature(getattr(ECS3Connector, name))
+        for parameter in inspect.signature(theirs).parameters.values():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                assert parameter.name in ours.parameters, f"{name}({parameter.name})"
+    assert not ECS3Connector.__abstractmethods__
+
+
+def test_requests_go_through_the_shell(inside: Inside) -> None:
+    inside.play.port.items["a"] = spec(4)
+    request = inside.play.request(feature())
+    assert inside.connector.ensure_cache_available(request, 0)
+    assert inside.connector.has_cache_item("a")
+    inside.connector.update_state_after_alloc(request, 0)
+    metadata = inside.connector.build_connector_meta(Output())
+    assert [order.identifier for order in metadata.loads] == ["a"]
+    assert inside.connector.request_finished(request) == (False, None)
+    assert inside.connector.take_unavailable_requests() == set()
+    assert not inside.connector.has_pending_push_work()
+
+
+def test_metadata_counts_as_vllms(vllm: Any) -> None:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
+
+    from ec_s3.connector import ECS3Connector
+
+    assert ECS3Connector.__name__ == "ECS3Connector"
+    assert isinstance(StepMetadata(), ECConnectorMetadata)
+
+
+@pytest.mark.parametrize(
+    ("hook", "broken", "arguments", "safe"),
+    [
+        ("ensure_cache_available", "ensure", lambda p: (p.request(feature()), 0), True),
+        ("has_cache_item", "has", lambda _: ("a",), False),
+        ("update_state_after_alloc", "allocated", lambda p: (p.request(feature()), 0), None),
+        ("request_finished", "finished", lambda p: (p.request(feature()),), (False, None)),
+        ("take_unavailable_requests", "take_unavailable", lambda _: (), set()),
+    ],
+)
+def test_error_inside_is_answered_safely_counted_and_logged_once(
+    inside: Inside,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+    broken: str,
+    arguments: Any,
+    safe: object,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(inside.play.scheduler, broken, fail)
+    for _ in range(3):
+        assert getattr(inside.connector, hook)(*arguments(inside.play)) == safe
+    assert inside.play.stats.snapshot()["errors_scheduler"] == 3
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_request_without_media_never_reaches_the_encoder_through_an_error(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(inside.play.scheduler, "_judge", fail)
+    request = inside.play.request(feature(media=False))
+    assert not inside.connector.ensure_cache_available(request, 0)
+    assert inside.connector.take_unavailable_requests() == {"r"}
+
+
+def test_after_many_errors_it_switches_itself_off_but_keeps_what_it_planned(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside.play.port.items["a"] = spec(4)
+    request = inside.play.request(feature())
+    assert inside.connector.ensure_cache_available(request, 0)
+    assert inside.connector.has_cache_item("a")
+    inside.connector.update_state_after_alloc(request, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(inside.play.scheduler, "take_unavailable", lambda: 1 / 0)
+        for _ in range(inside.shell.MAX_ERRORS):
+            inside.connector.take_unavailable_requests()
+    assert "switched off" in caplog.text
+    assert len(inside.connector.build_connector_meta(Output()).loads) == 1
+    other = inside.play.request(feature("b"), name="s")
+    assert inside.connector.ensure_cache_available(other, 0)
+    assert not inside.connector.has_cache_item("b")
+
+
+def test_encoder_decoder_models_are_left_alone(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+    from ec_s3.connector import shell
+
+    monkeypatch.setattr(shell, "build_scheduler", lambda _: pytest.fail("started something"))
+    connector = shell.ECS3Connector(vllm_config(encoder_decoder=True), ECConnectorRole.SCHEDULER)
+    assert connector.ensure_cache_available(Play().request(feature()), 0)
+    assert not connector.has_cache_item("a")
+    assert isinstance(connector.build_connector_meta(Output()), StepMetadata)
+    connector.shutdown()
+
+
+def test_shutdown_is_idempotent(inside: Inside) -> None:
+    inside.connector.shutdown()
+    inside.connector.shutdown()
+    assert inside.closed == 1
+    assert inside.connector.ensure_cache_available(inside.play.request(feature()), 0)
+
+
+def test_stats_travel_to_vllms_log_and_to_prometheus(inside: Inside) -> None:
+    import prometheus_client
+    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
+
+    inside.play.stats.add("given_up", reason="deadline")
+    inside.play.stats.set("deferred_requests", 3)
+    stats = inside.connector.get_ec_connector_stats()
+    assert isinstance(stats, ECConnectorStats)
+    assert inside.connector.get_ec_connector_stats() is None, "once a second"
+    data = json.loads(json.dumps(stats.data))
+    twice = inside.connector.build_ec_connector_stats(data).aggregate(
+        inside.connector.build_ec_connector_stats(data)
+    )
+    assert twice.reduce()["given_up_deadline"] == 2
+    registry = prometheus_client.CollectorRegistry()
+
+    def made(kind: Any) -> Any:
+        return lambda **more: kind(registry=registry, **more)
+
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    metrics = inside.connector.build_prom_metrics(
+        vllm_config(),
+        {kind: made(kind) for kind in kinds},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    metrics.observe(data, 0)
+    metrics.observe({"load_seconds|remote": [[0.0, 2.0] + [0.0] * 11, [0.0, 0.003] + [0.0] * 11]})
+    labels = {"model_name": "m", "engine": "0"}
+    value = registry.get_sample_value
+    assert value("vllm:ec_s3_given_up_total", {**labels, "reason": "deadline"}) == 1
+    assert value("vllm:ec_s3_deferred_requests", labels) == 3
+    assert value("vllm:ec_s3_load_seconds_count", {**labels, "tier": "remote"}) == 2
+
+
+def test_plugin_registers_once_and_both_ways_of_loading_find_the_class(vllm: Any) -> None:
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+    from ec_s3.connector import ECS3Connector
+    from ec_s3.connector.plugin import register
+
+    register()
+    register()
+    by_name = SimpleNamespace(ec_connector="ECS3Connector", ec_connector_module_path=None)
+    by_path = SimpleNamespace(
+        ec_connector="ECS3Connector", ec_connector_module_path="ec_s3.connector"
+    )
+    assert ECConnectorFactory.get_connector_class(by_name) is ECS3Connector
+    assert ECConnectorFactory.get_connector_class(by_path) is ECS3Connector
+
+
+class _OldBase:
+    """A connector interface from before vLLM 0.30."""
+
+    def ensure_cache_available(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [({"nnodes_within_dp": 2}, "nnodes"), ({"distributed_executor_backend": "ray"}, "'ray'")],
+)
+def test_layout_that_cannot_share_memory_is_refused_at_the_start(
+    layout: dict[str, Any], named: str
+) -> None:
+    base = type(
+        "Base",
+        (),
+        dict.fromkeys(
+            ("take_unavailable_requests", "start_worker_services", "ensure_cache_available")
+        ),
+    )
+    with pytest.raises(ConfigError, match=named):
+        check_supported(base, vllm_config(**layout))
+    check_supported(base, vllm_config())
+
+
+def test_vllm_below_the_floor_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"0\.30"):
+        check_supported(_OldBase, vllm_config())
