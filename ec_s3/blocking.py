@@ -2,21 +2,25 @@
 
 The engine runs on a loop thread of its own; copies of tensors run in the calling thread, so
 callers do not wait for one another. Every call returns by its deadline.
+
+Locking: one lock per engine lets one thread close it; the others wait for that one.
 """
 
 from __future__ import annotations
 
 import atexit
-import weakref
+import contextlib
+import threading
+import time
 from typing import TYPE_CHECKING, Self
 
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import ClosedError
 from ec_s3.fetch import Miss
 from ec_s3.loop import LoopThread
-from ec_s3.reader import ANYTHING
+from ec_s3.reader import ANYTHING, release_all
 from ec_s3.tensors import copy_out
-from ec_s3.types import FlushReport, ItemMeta
+from ec_s3.types import FlushReport, ItemMeta, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from ec_s3.config import ECConfig
+    from ec_s3.fetch import PrivateItem
     from ec_s3.keys import Namespace
+    from ec_s3.local import Lease
     from ec_s3.pages import Slab
     from ec_s3.store import Store
     from ec_s3.types import DeleteReport, Expectation
@@ -36,13 +42,19 @@ SLACK_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 """Most that closing takes after the flush: stores, disk writes, threads."""
 
-_open_engines: weakref.WeakSet[ECCacheEngine] = weakref.WeakSet()
+_open_engines: set[ECCacheEngine] = set()
+"""Kept until closed: what is still queued in a forgotten engine is uploaded at exit."""
 
 
-@atexit.register
 def _close_all() -> None:
     for engine in list(_open_engines):
         engine.close()
+
+
+# Not atexit, where it exists: that is too late for uploads, as all thread pools are shut down by
+# then, ours and those that asyncio resolves names with. They are shut down by this same means,
+# last registered first.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 class ECCacheEngine:
@@ -54,6 +66,8 @@ class ECCacheEngine:
         store: the bucket, ready made; None opens what `config.url` names.
         disk: the disk tier, ready made; None opens what `config.local_disk` names.
         slab: host memory, ready made and owned by the caller; None makes one.
+        facts: what identifiers depend on but the namespace does not; written into the bucket
+            beside it, for people. JSON.
 
     Raises:
         ConfigError: the settings cannot be used on this machine.
@@ -67,9 +81,13 @@ class ECCacheEngine:
         store: Store | None = None,
         disk: Store | None = None,
         slab: Slab | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
-        self._cache = EncoderCache(config, namespace, store=store, disk=disk, slab=slab)
+        self._cache = EncoderCache(
+            config, namespace, store=store, disk=disk, slab=slab, facts=facts
+        )
         self._config = config
+        self._closing = threading.Lock()
         self._loop = LoopThread()
         try:
             self._loop.run(self._cache.start(), timeout=START_SECONDS)
@@ -96,9 +114,10 @@ class ECCacheEngine:
             False only when there is no room for it now.
 
         Raises:
-            ValueError: the tensor's dtype is not the namespace's.
-            ClosedError: the engine is closed.
+            ValueError: the tensor's dtype is not the namespace's, or it is not dense.
+            ClosedError: the engine is closed, or belongs to the process before a fork.
         """
+        self._loop.check()
         upload = self._cache.stage(mm_hash, tensor, meta or ItemMeta())
         if upload is None:
             return False
@@ -144,24 +163,43 @@ class ECCacheEngine:
         expect: Expectation = ANYTHING,
         timeout: float | None = None,
     ) -> list[torch.Tensor | None]:
-        """One result per identifier, in order; all are fetched at the same time."""
+        """One result per identifier, in order; all are fetched at the same time.
+
+        More than the host tier can hold at once come in several rounds.
+        """
         limit = self._config.blocking_timeout if timeout is None else timeout
-        items = self._loop.run(
-            self._cache.acquire_many(mm_hashes, expect=expect, timeout=limit),
-            timeout=limit + SLACK_SECONDS,
-        )
-        tensors: list[torch.Tensor | None] = []
-        try:
-            for item in items:
-                if isinstance(item, Miss):
-                    tensors.append(None)
-                else:
-                    tensors.append(copy_out(item.segments(), item.spec, device))
-        finally:
-            for item in items:
-                if not isinstance(item, Miss):
-                    item.release()
+        give_up = time.monotonic() + limit
+        tensors: list[torch.Tensor | None] = [None] * len(mm_hashes)
+        missing: Sequence[int] = range(len(mm_hashes))
+        while missing:
+            names = [mm_hashes[at] for at in missing]
+            items = self._acquire(names, expect, limit)
+            crowded_out: list[int] = []
+            try:
+                for at, item in zip(missing, items, strict=True):
+                    if not isinstance(item, Miss):
+                        tensors[at] = copy_out(item.segments(), item.spec, device)
+                    elif item.reason is MissReason.NO_ROOM:
+                        crowded_out.append(at)
+            finally:
+                release_all(items)
+            limit = give_up - time.monotonic()
+            if len(crowded_out) == len(missing) or limit <= 0:
+                break  # it is not these items that take the room
+            missing = crowded_out
         return tensors
+
+    def _acquire(
+        self, names: Sequence[str], expect: Expectation, limit: float
+    ) -> list[Lease | PrivateItem | Miss]:
+        try:
+            return self._loop.run(
+                self._cache.acquire_many(names, expect=expect, timeout=limit),
+                timeout=limit + SLACK_SECONDS,
+                drop=release_all,
+            )
+        except TimeoutError:  # the loop itself is held up
+            return [Miss(MissReason.TIMEOUT)] * len(names)
 
     def contains(self, mm_hash: str, *, timeout: float | None = None) -> bool:
         """Whether some tier holds the item; False when that cannot be found out in time."""
@@ -172,13 +210,23 @@ class ECCacheEngine:
     ) -> Mapping[str, bool]:
         """Existence of many items, asked for in parallel."""
         limit = self._config.blocking_timeout if timeout is None else timeout
-        return self._loop.run(
-            self._cache.contains_many(mm_hashes, timeout=limit), timeout=limit + SLACK_SECONDS
-        )
+        names = list(mm_hashes)
+        try:
+            return self._loop.run(
+                self._cache.contains_many(names, timeout=limit), timeout=limit + SLACK_SECONDS
+            )
+        except TimeoutError:  # the loop itself is held up
+            return dict.fromkeys(names, False)
 
     def prefetch(self, mm_hashes: Iterable[str]) -> None:
         """Start bringing items into the host tier; returns at once."""
-        self._loop.post(self._cache.prefetch, list(mm_hashes))
+        names = list(mm_hashes)
+
+        def start() -> None:
+            with contextlib.suppress(ClosedError):  # closed since the call
+                self._cache.prefetch(names)
+
+        self._loop.post(start)
 
     def delete(self, mm_hashes: Sequence[str], *, timeout: float = 30.0) -> DeleteReport:
         """Remove items from every tier; absent ones count as deleted.
@@ -195,7 +243,8 @@ class ECCacheEngine:
         return self._loop.run(self._cache.flush(limit), timeout=limit + SLACK_SECONDS)
 
     def stats(self) -> dict[str, float]:
-        """All counters and gauges, flat: `hits_local`, `misses_absent`, ..."""
+        """All counters and gauges, flat: `hits_local`, `misses_absent`, ...; also after close."""
+        self._loop.check_process()
         return self._cache.stats()
 
     def close(self, timeout: float | None = None) -> FlushReport:
@@ -204,11 +253,18 @@ class ECCacheEngine:
         Returns:
             What was uploaded while waiting, and what was dropped.
         """
-        _open_engines.discard(self)
         limit = self._config.flush_timeout if timeout is None else timeout
+        try:
+            self._loop.check()
+        except ClosedError:
+            return FlushReport()
+        if not self._closing.acquire(timeout=limit + CLOSE_SECONDS):
+            return FlushReport()  # another thread is closing, and late
         try:
             return self._loop.run(self._cache.close(limit), timeout=limit + CLOSE_SECONDS)
         except (ClosedError, TimeoutError):
             return FlushReport()
         finally:
             self._loop.close()
+            _open_engines.discard(self)
+            self._closing.release()

@@ -15,10 +15,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
+from ec_s3 import __version__, deletion
 from ec_s3.buffers import BufferPool
-from ec_s3.errors import ClosedError
-from ec_s3.fetch import Fetcher, Miss, PrivateItem, run_to_end
-from ec_s3.guard import GuardedStore
+from ec_s3.cancellation import run_to_end
+from ec_s3.errors import ClosedError, RemoteError, RemoteTimeoutError
+from ec_s3.fetch import Fetcher, Miss, PrivateItem
+from ec_s3.gauges import TierGauges
+from ec_s3.guard import GuardedStore, connect_all
 from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
 from ec_s3.pages import Slab
@@ -28,8 +31,9 @@ from ec_s3.reader import ANYTHING, Reader, Tiers
 from ec_s3.remote import open_disk, open_store
 from ec_s3.staging import Stager
 from ec_s3.tensors import copy_out
-from ec_s3.types import DeleteReport, Expectation, FlushReport, ItemMeta, Tier
+from ec_s3.types import DeleteReport, FlushReport, ItemMeta, Tier
 from ec_s3.uploads import Upload, UploadQueue, UploadTargets
+from ec_s3.wire import FORMAT_VERSION
 from ec_s3.writeback import DiskWriteback
 
 if TYPE_CHECKING:
@@ -41,10 +45,13 @@ if TYPE_CHECKING:
     from ec_s3.keys import Namespace
     from ec_s3.local import Lease
     from ec_s3.store import Store
+    from ec_s3.types import Expectation
 
 POOL_BYTES = 256 << 20  # idle buffers kept: as much as the reads in flight can use at once
 FIRST_PAGES_BYTES = 64 << 20
 FIRST_PAGES_SECONDS = 1.0
+ENCODERS = 2  # threads; of their own, so that a fetch never waits behind an upload's compression
+STORE_CLOSE_SECONDS = 1.0
 
 
 class EncoderCache:
@@ -56,6 +63,8 @@ class EncoderCache:
         store: the bucket, ready made; None opens what `config.url` names.
         disk: the disk tier, ready made; None opens what `config.local_disk` names.
         slab: host memory, ready made and owned by the caller; None makes one.
+        facts: what identifiers depend on but the namespace does not; written into the bucket
+            beside it, for people. JSON.
     """
 
     def __init__(
@@ -66,11 +75,13 @@ class EncoderCache:
         store: Store | None = None,
         disk: Store | None = None,
         slab: Slab | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         self.config = config
         self.namespace = namespace
         self.statistics = Stats()
         self._given = (store, disk)
+        self._facts = dict(facts or {})
         self._owns_slab = slab is None
         self._slab = slab if slab is not None else Slab.create(config.max_local_cpu_size)
         self.tier = LocalTier(self._slab)
@@ -79,6 +90,7 @@ class EncoderCache:
             positive_ttl=config.positive_ttl, negative_ttl=config.negative_ttl
         )
         self._refused = Refused()
+        self._gauges = TierGauges(self.tier, self._slab, self.statistics)
         self._closed = False
         self._remote: Store | None = None
         self._disk: Store | None = None
@@ -89,6 +101,7 @@ class EncoderCache:
         self._executor = ThreadPoolExecutor(
             max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="ec_s3-codec"
         )
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="ec_s3-encode")
         self._fetcher = Fetcher(
             tier=self.tier,
             namespace=namespace,
@@ -106,14 +119,35 @@ class EncoderCache:
         store: Store | None = None,
         disk: Store | None = None,
         slab: Slab | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> Self:
         """Make an engine and start it on the running loop."""
-        cache = cls(config, namespace, store=store, disk=disk, slab=slab)
+        cache = cls(config, namespace, store=store, disk=disk, slab=slab, facts=facts)
         await cache.start()
         return cache
 
     async def start(self) -> None:
-        """Open the stores and start the background work; no request is sent yet."""
+        """Open the stores and start the background work; no request is sent yet.
+
+        Raises:
+            ConfigError: the settings cannot be used; the engine is closed then.
+        """
+        try:
+            self._open_stores()
+            await connect_all([s for s in (self._remote, self._disk) if s is not None])
+        except BaseException:
+            await self.close(0.0)
+            raise
+        self.statistics.set("info", 1, version=__version__, wire=str(FORMAT_VERSION))
+        self._reader = self._make_reader()
+        if self._remote is not None or self._disk is not None:
+            self._queue = self._make_queue()
+            self._stager.uploads = True
+        if self._owns_slab:
+            threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
+            await self._first_pages()
+
+    def _open_stores(self) -> None:
         store, disk = self._given
         if store is None:
             store = open_store(self.config)
@@ -128,27 +162,23 @@ class EncoderCache:
             )
         if self._disk is not None:
             self._writeback = DiskWriteback(self._disk, self.statistics)
-        self._reader = Reader(
+
+    def _make_reader(self) -> Reader:
+        return Reader(
             self.config,
             self.namespace,
             tiers=Tiers(
-                self.tier,
-                self._disk,
-                self._remote,
-                self._writeback,
-                self._presence,
-                self._refused,
+                local=self.tier,
+                disk=self._disk,
+                remote=self._remote,
+                writeback=self._writeback,
+                presence=self._presence,
+                refused=self._refused,
             ),
             fetcher=self._fetcher,
             stats=self.statistics,
             clock=self._clock,
         )
-        if self._remote is not None or self._disk is not None:
-            self._queue = self._make_queue()
-            self._stager.uploads = True
-        if self._owns_slab:
-            threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
-            await self._first_pages()
 
     def _make_queue(self) -> UploadQueue:
         config = self.config
@@ -162,8 +192,9 @@ class EncoderCache:
                 presence=self._presence,
                 refused=self._refused,
                 admit_bytes=lambda n: bucket.take(n, now=self._clock()) if bucket else 0.0,
+                manifest=lambda: self.namespace.manifest(self._facts),
             ),
-            executor=self._executor,
+            executor=self._encoders,
             stats=self.statistics,
             max_items=config.upload_queue_items,
             max_bytes=config.upload_queue_size,
@@ -205,15 +236,18 @@ class EncoderCache:
         """Whether the bucket holds the item, or will: its upload is under way.
 
         Raises:
-            RemoteError: the bucket cannot say.
+            RemoteError: the bucket cannot say, or not within `metadata_timeout`.
         """
         key = self.key_of(identifier)
-        pending = self._queue is not None and key in self._queue
-        return pending or await self.reader.in_bucket(key)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the cache is closed")
+        if self._queue is not None and key in self._queue:
+            return True
+        try:
+            async with asyncio.timeout(self.config.metadata_timeout):
+                return await self.reader.in_bucket(key)
+        except RemoteError:
+            raise
+        except TimeoutError:
+            raise RemoteTimeoutError("no answer in time", operation="head", key=key) from None
 
     @property
     def reader(self) -> Reader:
@@ -255,9 +289,7 @@ class EncoderCache:
         self, identifiers: Sequence[str], *, expect: Expectation, timeout: float | None
     ) -> list[Lease | PrivateItem | Miss]:
         """Several at the same time, in order; the caller must release every item."""
-        return await asyncio.gather(
-            *(self.acquire(i, expect=expect, timeout=timeout) for i in identifiers)
-        )
+        return await self.reader.acquire_many(identifiers, expect=expect, timeout=timeout)
 
     async def get_many(
         self,
@@ -287,20 +319,18 @@ class EncoderCache:
 
     def stage(self, identifier: str, tensor: torch.Tensor, meta: ItemMeta) -> Upload | None:
         """Copy a tensor into the host tier; see `staging.Stager.stage`. Any thread."""
-        self._check_open()
+        if self._closed:
+            raise ClosedError("the cache is closed")
         return self._stager.stage(identifier, tensor, meta)
 
     def enqueue(self, upload: Upload) -> bool:
         """Queue the upload of a staged item; call on the loop. False only when nothing holds it."""
-        self._presence_after_put(upload.key)
+        if self._presence.get(upload.key, now=self._clock()) is False:
+            self._presence.forget(upload.key)
         if self._queue is None:
             return True
-        queued = self._queue.offer(upload)
+        queued = self._stager.admit(upload) and self._queue.offer(upload)
         return queued or upload.private is None
-
-    def _presence_after_put(self, key: str) -> None:
-        if self._presence.get(key, now=self._clock()) is False:
-            self._presence.forget(key)
 
     async def put(
         self, identifier: str, tensor: torch.Tensor, *, meta: ItemMeta | None = None
@@ -322,21 +352,10 @@ class EncoderCache:
         }
 
     async def delete(self, identifiers: Sequence[str]) -> DeleteReport:
-        """Remove items from every tier; absent ones count as deleted.
-
-        Raises:
-            RemoteError: a store failed as a whole.
-        """
-        self._check_open()
+        """Remove items from every tier, and call off what is under way; see `deletion.delete`."""
+        reader = self.reader
         keys = [self.key_of(identifier) for identifier in identifiers]
-        for key in keys:
-            self.tier.discard(key)
-            self._presence.set(key, present=False, now=self._clock())
-        report = DeleteReport(tuple(keys))
-        for store in (self._disk, self._remote):
-            if store is not None:
-                report = await store.delete(keys)
-        return report
+        return await deletion.delete(keys, tiers=reader.tiers, reader=reader, queue=self._queue)
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -346,31 +365,34 @@ class EncoderCache:
         return await self._queue.drain(limit) if self._queue is not None else FlushReport()
 
     def stats(self) -> dict[str, float]:
-        """All counters and gauges, flat: `hits_local`, `misses_absent`, ..."""
-        local = self.tier.stats()
-        self.statistics.set("local_bytes", local.used_bytes, state="used")
-        self.statistics.set("local_bytes", local.leased_bytes, state="leased")
-        self.statistics.set("local_bytes", local.dirty_bytes, state="dirty")
-        self.statistics.set("local_bytes", local.capacity_bytes, state="capacity")
+        """All counters and gauges, flat: `hits_local`, `misses_absent`, ... Any thread."""
+        self._gauges.update()
         return self.statistics.snapshot()
 
     async def close(self, timeout: float | None = None) -> FlushReport:
-        """Flush within `timeout` seconds, then stop everything; idempotent."""
+        """Flush within `timeout` seconds, then stop everything; idempotent.
+
+        What does not stop by itself is left behind a few seconds after that.
+        """
         if self._closed:
             return FlushReport()
         self._closed = True
         limit = self.config.flush_timeout if timeout is None else timeout
         report = FlushReport()
-        if self._queue is not None:
-            report = await self._queue.close(limit)
-        if self._reader is not None:
-            await self._reader.close()
-        if self._writeback is not None:
-            await self._writeback.close()
-        for store in (self._remote, self._disk):
-            if store is not None:
-                await store.aclose()
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        if self._owns_slab:
-            self._slab.close()
+        try:
+            if self._queue is not None:
+                report = await self._queue.close(limit)
+            if self._reader is not None:
+                await self._reader.close()
+            if self._writeback is not None:
+                await self._writeback.close(STORE_CLOSE_SECONDS / 2)
+            closing = [store.aclose() for store in (self._remote, self._disk) if store is not None]
+            await asyncio.wait(
+                [asyncio.gather(*closing, return_exceptions=True)], timeout=STORE_CLOSE_SECONDS
+            )
+        finally:
+            for executor in (self._executor, self._encoders):
+                executor.shutdown(wait=False, cancel_futures=True)
+            if self._owns_slab:
+                self._slab.close()
         return report

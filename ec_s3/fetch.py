@@ -8,15 +8,19 @@ them any more, also after a cancellation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-from ec_s3.errors import CapacityError, FrameError, FrameTruncatedError
+import numpy as np
+
+from ec_s3.cancellation import all_or_cancel, run_to_end
+from ec_s3.errors import CapacityError, FrameError, FrameTruncatedError, RemoteChangedError
 from ec_s3.types import Expectation, ItemMeta, MissReason, TensorSpec
 from ec_s3.wire import decode_chunk, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Iterable
     from concurrent.futures import Executor
 
     from ec_s3.buffers import BufferPool
@@ -29,11 +33,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RANGE_BYTES = 8 << 20
-"""Bytes per ranged read: one is enough for a small object, and large ones stream at line rate
-over several connections of about 90 MB/s each."""
+"""Bytes per ranged read: one is enough for a small object."""
 
 PARALLEL_RANGES = 4
-"""Ranges of one object in flight at once."""
+"""Ranges of one object in flight at once; a connection carries about 90 MB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +79,18 @@ class PrivateItem:
         """Private items are never dirty."""
 
 
-async def run_to_end(executor: Executor, call: Callable[..., T], *args: object) -> T:
-    """Run a call on an executor; a cancellation is raised only after the call has ended.
-
-    Whoever cancels may then reuse the memory that the call was working on.
-    """
-    future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError:  # cancelled again: still not safe to leave
-                continue
-        raise
-
-
-async def all_or_cancel(works: Iterable[Awaitable[None]]) -> None:
-    """Await all; on the first failure cancel the others, wait for them, and raise it."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class Keeper(Protocol):
     """Takes over the stored bytes of an object that was fetched."""
 
-    def admits(self, nbytes: int) -> bool:
-        """Whether an object of this size is wanted."""
+    def admit(self, nbytes: int) -> bool:
+        """Whether an object of this size is wanted; a yes is followed by `take` or `withdraw`."""
         ...
 
-    def take(self, key: str, parts: list[memoryview], body: Body) -> None:
+    def withdraw(self, nbytes: int) -> None:
+        """The object does not come after all."""
+        ...
+
+    def take(self, key: str, parts: list[memoryview], body: Body, *, nbytes: int) -> None:
         """Own the parts; `body.close()` when done with them."""
         ...
 
@@ -122,29 +101,42 @@ class Body:
 
     pool: BufferPool
     lent: list[memoryview] = field(default_factory=list)
+    parts: list[memoryview] = field(default_factory=list)
 
     def take(self, nbytes: int) -> memoryview:
         """A buffer of that size, owned until given back."""
         view = self.pool.take(nbytes)
         self.lent.append(view)
+        return self.part(view[:])
+
+    def part(self, view: memoryview) -> memoryview:
+        """Remember a view of a buffer of this body: released before its buffer is given back.
+
+        The pool cannot use a buffer again that anybody still has a view of.
+        """
+        self.parts.append(view)
         return view
 
     def give_back(self, view: memoryview) -> None:
-        """Return one buffer early."""
-        for i, mine in enumerate(self.lent):
-            if mine.obj is view.obj:
-                del self.lent[i]
-                self.pool.give(view)
-                return
+        """Return the buffer behind a view early, and release what was made a part of it."""
+        owner = view.obj
+        ended = [part for part in self.parts if part.obj is owner]
+        self.parts = [part for part in self.parts if part.obj is not owner]
+        _release(ended)
+        for lent in [lent for lent in self.lent if lent.obj is owner]:
+            self.lent.remove(lent)
+            self.pool.give(lent)
 
     def hand_over(self) -> Body:
         """A new owner of all buffers; this one owns none any more."""
-        heir = Body(self.pool, self.lent)
-        self.lent = []
+        heir = Body(self.pool, self.lent, self.parts)
+        self.lent, self.parts = [], []
         return heir
 
     def close(self) -> None:
         """Give every buffer back; idempotent."""
+        _release(self.parts)
+        self.parts = []
         while self.lent:
             self.pool.give(self.lent.pop())
 
@@ -153,6 +145,30 @@ class Body:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _release(views: Iterable[memoryview]) -> None:
+    for view in views:
+        with contextlib.suppress(BufferError):  # the traceback of a failure may hold on to it
+            view.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One object being read: from where, into what."""
+
+    store: Store
+    key: str
+    body: Body
+    keep: Keeper | None
+
+    async def read(self, start: int, length: int, etag: str | None) -> GetResult | None:
+        result = await self.store.get(
+            self.key, into=self.body.take, start=start, length=length, if_match=etag
+        )
+        if result is not None:
+            self.body.part(result.body)
+        return result
 
 
 class Fetcher:
@@ -205,8 +221,9 @@ class Fetcher:
         """
         etag = ""
         with Body(self._pool) as body:
+            job = _Job(store=store, key=key, body=body, keep=keep)
             try:
-                first = await self._read(store, key, body, 0, RANGE_BYTES, None)
+                first = await job.read(0, RANGE_BYTES, None)
                 if first is None:
                     return Miss(MissReason.ABSENT)
                 etag = first.info.etag
@@ -214,22 +231,25 @@ class Fetcher:
                 sink = self._reserve(key, header)
                 if sink is None:
                     return Miss(MissReason.NO_ROOM)
-                kept = keep if keep is not None and keep.admits(header.object_bytes) else None
                 with sink:
-                    stored = await self._fill(
-                        store, key, body, first, header, sink, keep=kept is not None
-                    )
-                    item = sink.commit(header.spec, header.meta, dirty=False)
-                if kept is not None:
-                    kept.take(key, stored, body.hand_over())
-                return item
+                    await self._fill_and_keep(job, first, header=header, sink=sink)
+                    return sink.commit(header.spec, header.meta, dirty=False)
             except FrameError as error:
                 return Miss(MissReason(error.reason), etag)
 
-    async def _read(
-        self, store: Store, key: str, body: Body, start: int, length: int, etag: str | None
-    ) -> GetResult | None:
-        return await store.get(key, into=body.take, start=start, length=length, if_match=etag)
+    async def _fill_and_keep(
+        self, job: _Job, first: GetResult, *, header: Header, sink: Reservation | _PrivateSink
+    ) -> None:
+        nbytes = header.object_bytes
+        kept = job.keep if job.keep is not None and job.keep.admit(nbytes) else None
+        try:
+            stored = await self._fill(job, first, header=header, sink=sink, keep=kept is not None)
+        except BaseException:
+            if kept is not None:
+                kept.withdraw(nbytes)
+            raise
+        if kept is not None:
+            kept.take(job.key, stored, job.body.hand_over(), nbytes=nbytes)
 
     def _accept(self, first: GetResult, identifier: str) -> Header:
         header = read_header(first.body, max_tensor_bytes=self._max_tensor_bytes)
@@ -252,13 +272,11 @@ class Fetcher:
 
     async def _fill(
         self,
-        store: Store,
-        key: str,
-        body: Body,
+        job: _Job,
         first: GetResult,
+        *,
         header: Header,
         sink: Reservation | _PrivateSink,
-        *,
         keep: bool,
     ) -> list[memoryview]:
         """Decode what has come and read the rest; returns the stored bytes when kept."""
@@ -271,19 +289,24 @@ class Fetcher:
         gate = asyncio.Semaphore(PARALLEL_RANGES)
         if groups:
             # The cut-off tail of the first range is read again with its chunk.
-            stored[0] = first.body[: header.chunk_range(whole)[0]]
+            stored[0] = job.body.part(first.body[: header.chunk_range(whole)[0]])
 
         async def rest(slot: int, group: range) -> None:
             start = header.chunk_range(group[0])[0]
             length = sum(header.chunk_range(group[-1])) - start
             async with gate:
-                part = await self._read(store, key, body, start, length, first.info.etag or None)
-                if part is None or len(part.body) != length:
+                part = await job.read(start, length, first.info.etag or None)
+                if part is None:
+                    raise RemoteChangedError(
+                        "deleted while it was read", operation="get", key=job.key
+                    )
+                if len(part.body) != length:
                     raise FrameTruncatedError("the object shrank while it was read")
                 await run_to_end(self._executor, _decode, header, group, start, part.body, sink)
-            stored[slot] = part.body
-            if not keep:
-                body.give_back(part.body)
+                if keep:
+                    stored[slot] = part.body
+                else:
+                    job.body.give_back(part.body)  # inside the gate, which bounds what is held
 
         decode_first = run_to_end(
             self._executor, _decode, header, range(whole), 0, first.body, sink
@@ -322,7 +345,8 @@ class _PrivateSink:
 
     def __init__(self, key: str, nbytes: int) -> None:
         self.key = key
-        self._buffer = memoryview(bytearray(nbytes))
+        # Not a bytearray: zeroing a gigabyte would stop the event loop.
+        self._buffer = np.empty(nbytes, dtype=np.uint8).data
 
     def segments(self, offset: int = 0, nbytes: int | None = None) -> list[memoryview]:
         end = len(self._buffer) if nbytes is None else offset + nbytes
@@ -335,5 +359,4 @@ class _PrivateSink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(self, *_: object) -> None: ...

@@ -8,12 +8,13 @@ requests in flight (and with it the memory of their buffers) is bounded.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from ec_s3.errors import RemoteError, RemoteTimeoutError, RemoteUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from ec_s3.metrics import Stats
     from ec_s3.policy import Breaker
@@ -21,6 +22,25 @@ if TYPE_CHECKING:
     from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 
 T = TypeVar("T")
+
+
+CONNECT_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+async def connect_all(stores: Iterable[Store]) -> None:
+    """Spare the first fetch what can be done now; a store that is down now may come back.
+
+    Raises:
+        ConfigError: the settings of one cannot be used here.
+    """
+    for store in stores:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await store.connect()
+        except (RemoteError, TimeoutError) as error:
+            logger.warning("a store is not ready yet: %s", str(error) or "no answer in time")
 
 
 class GuardedStore:
@@ -48,12 +68,13 @@ class GuardedStore:
         self._stats = stats
         self._reads = asyncio.Semaphore(max_reads)
         self._clock = clock
+        self._last_failure = "no failure yet"
 
     async def _call(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
         if not self._breaker.allow(self._clock()):
             self._stats.add("remote_requests", op=operation, outcome="rested")
             raise RemoteUnavailableError(
-                "the endpoint did not answer lately and is left alone for a moment",
+                f"the endpoint is left alone for a moment, as it failed: {self._last_failure}",
                 operation=operation,
                 key=key,
             )
@@ -63,6 +84,7 @@ class GuardedStore:
         except RemoteError as error:
             self._count(operation, error.reason, started)
             if isinstance(error, RemoteTimeoutError | RemoteUnavailableError):
+                self._last_failure = str(error)
                 self._breaker.failure(self._clock())
             else:
                 self._breaker.success()
@@ -70,6 +92,7 @@ class GuardedStore:
         except asyncio.CancelledError:
             # Nobody waits any more; a slow endpoint cancelled by deadlines is a failing one.
             self._count(operation, "cancelled", started)
+            self._last_failure = f"no answer to a {operation} within its caller's deadline"
             self._breaker.abandoned()
             raise
         else:
@@ -129,6 +152,10 @@ class GuardedStore:
     async def delete(self, keys: Sequence[str]) -> DeleteReport:
         """See `Store.delete`."""
         return await self._call("delete", keys[0] if keys else "", lambda: self._store.delete(keys))
+
+    async def connect(self) -> None:
+        """See `Store.connect`; no request, so neither guarded nor counted."""
+        await self._store.connect()
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""

@@ -3,7 +3,8 @@
 Any thread may call `run` and `post` except the loop's own. A forked child must not use the
 parent's loop: it gets a `ClosedError`. The thread never keeps the interpreter alive.
 
-Locking: none; `asyncio` hands work over, and `_closed` only ever turns true.
+Locking: none; `asyncio` hands work over, `_closed` only ever turns true, and a future's own state
+decides whether the caller or the loop owns a result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ec_s3.errors import ClosedError
 
@@ -20,6 +21,50 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
+
+STOP_SECONDS = 2.0
+"""How long cancelled work may take to end when the loop is closed."""
+
+
+class _Call(Generic[T]):
+    """One coroutine on its way to the loop, and its result on the way back."""
+
+    def __init__(
+        self, work: Coroutine[object, object, T], drop: Callable[[T], object] | None
+    ) -> None:
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._work = work
+        self._drop = drop
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, *, closed: bool) -> None:
+        """On the loop: begin, unless nobody waits any more or nothing may begin."""
+        if closed or self.outcome.cancelled():
+            self._work.close()
+            if self.outcome.set_running_or_notify_cancel():
+                self.outcome.set_exception(ClosedError("the event loop thread is closed"))
+            return
+        self._task = loop.create_task(self._work)
+        self._task.add_done_callback(self._land)
+
+    def _land(self, task: asyncio.Task[T]) -> None:
+        error: BaseException | None = None
+        if task.cancelled():
+            error = ClosedError("the event loop thread was closed")
+        elif (raised := task.exception()) is not None:
+            error = raised
+        if self.outcome.set_running_or_notify_cancel():
+            if error is None:
+                self.outcome.set_result(task.result())
+            else:
+                self.outcome.set_exception(error)
+        elif error is None and self._drop is not None:
+            self._drop(task.result())
+
+    def abandon(self) -> None:
+        """On the loop: nobody waits any more."""
+        if self._task is not None:
+            self._task.cancel()
 
 
 class LoopThread:
@@ -40,49 +85,85 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
-    def _check(self) -> None:
+    def check_process(self) -> None:
+        """Refuse a forked child, where any lock may be held for ever.
+
+        Raises:
+            ClosedError: this is a forked child.
+        """
         if os.getpid() != self._pid:
             raise ClosedError("the event loop belongs to the process before the fork; open anew")
-        if self._closed or self.loop.is_closed():
-            raise ClosedError("the event loop thread is closed")
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a synchronous call from the loop's own thread would never return")
 
-    def run(self, work: Coroutine[object, object, T], *, timeout: float | None) -> T:
+    def check(self) -> None:
+        """Raise unless the loop may be used here.
+
+        Raises:
+            ClosedError: closed, or this is a forked child.
+        """
+        self.check_process()
+        if self._closed:
+            raise ClosedError("the event loop thread is closed")
+
+    def run(
+        self,
+        work: Coroutine[object, object, T],
+        *,
+        timeout: float | None,
+        drop: Callable[[T], object] | None = None,
+    ) -> T:
         """Run a coroutine on the loop and wait for its result.
 
         Args:
             work: the coroutine; cancelled when the time is up.
             timeout: seconds to wait, None only for work that bounds itself.
+            drop: gives back, on the loop, a result that came after the caller had left.
 
         Raises:
             TimeoutError: the time is up.
-            ClosedError: closed, or called in a forked child.
+            ClosedError: closed meanwhile or before, or called in a forked child.
         """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("a synchronous call from the loop's own thread never returns")
+        call = _Call(work, drop)
         try:
-            self._check()
-        except BaseException:
+            self.post(lambda: call.start(self.loop, closed=self._closed))
+        except ClosedError:
             work.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise TimeoutError(f"no result within {timeout} s") from None
+            concurrent.futures.wait([call.outcome], timeout)
+        finally:
+            late = call.outcome.cancel()  # False: the result came, perhaps just now
+            if late:
+                self._try_post(call.abandon)
+        if late:
+            raise TimeoutError(f"no result within {timeout} s")
+        return call.outcome.result()
 
     def post(self, call: Callable[..., object], *args: object) -> None:
-        """Queue a plain call on the loop and return at once; callable from any thread."""
-        if self._closed or os.getpid() != self._pid:
+        """Queue a plain call on the loop and return at once; callable from any thread.
+
+        Raises:
+            ClosedError: closed, or called in a forked child.
+        """
+        self.check()
+        if not self._try_post(call, *args):
             raise ClosedError("the event loop thread is closed")
-        self.loop.call_soon_threadsafe(call, *args)
+
+    def _try_post(self, call: Callable[..., object], *args: object) -> bool:
+        try:
+            self.loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # asyncio's word for a closed loop
+            return False
+        return True
 
     def close(self, *, timeout: float = 5.0) -> None:
         """Cancel what still runs and end the thread; idempotent, bounded by `timeout` seconds."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self.loop.call_soon_threadsafe(self._stop)
+        self._try_post(self._stop)
         self._thread.join(timeout)
 
     def _stop(self) -> None:
@@ -93,5 +174,5 @@ class LoopThread:
 
     async def _stop_after(self, tasks: set[asyncio.Task[object]]) -> None:
         if tasks:
-            await asyncio.wait(tasks, timeout=2.0)
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
         self.loop.stop()

@@ -68,7 +68,21 @@ class Refused:
     def add(self, key: str, etag: str) -> None:
         """Remember the version of the object that was refused."""
         self._etags[key] = etag
+        self._etags.move_to_end(key)
         self._trim(self._etags)
+
+    def knows(self, key: str, etag: str | None = None) -> bool:
+        """Whether an object of this key was refused and not repaired since; this version, if named.
+
+        Args:
+            key: object key.
+            etag: the version that the store holds now; None for any.
+        """
+        return key in self._etags and (etag is None or self._etags[key] == etag)
+
+    def forget(self, key: str) -> None:
+        """The object is gone, or has been replaced by somebody else."""
+        self._etags.pop(key, None)
 
     def take(self, key: str, *, now: float) -> str | None:
         """The ETag that a save should replace, None when there is nothing to repair now."""

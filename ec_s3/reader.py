@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import RemoteError
+from ec_s3.errors import ClosedError, RemoteError
 from ec_s3.fetch import Miss, PrivateItem
 from ec_s3.singleflight import SingleFlight
 from ec_s3.types import Expectation, MissReason, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
     from ec_s3.config import ECConfig
     from ec_s3.fetch import Fetcher
@@ -28,17 +29,40 @@ if TYPE_CHECKING:
     from ec_s3.store import Store
     from ec_s3.writeback import DiskWriteback
 
+logger = logging.getLogger(__name__)
+
 ANYTHING = Expectation()
 
+MAX_PREFETCHES = 4096
+"""Prefetches under way or waiting; more are not started, as they could only push one another out
+of the host tier."""
 
-def _share(item: Lease | PrivateItem | Miss) -> Lease | PrivateItem | Miss:
-    return item if isinstance(item, Miss) else item.share()
+STOP_SECONDS = 1.5
+"""How long cancelled fetches may take to let go of their memory when the reader is closed."""
 
 
-def release(item: Lease | PrivateItem | Miss) -> None:
-    """Give an item back; a miss needs nothing."""
-    if not isinstance(item, Miss):
-        item.release()
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An item, and the tier that had it."""
+
+    item: Lease | PrivateItem
+    tier: Tier
+
+
+def _share(result: _Found | Miss) -> _Found | Miss:
+    return result if isinstance(result, Miss) else _Found(result.item.share(), result.tier)
+
+
+def _drop(result: _Found | Miss) -> None:
+    if not isinstance(result, Miss):
+        result.item.release()
+
+
+def release_all(items: Iterable[Lease | PrivateItem | Miss]) -> None:
+    """Give items back; a miss needs nothing."""
+    for item in items:
+        if not isinstance(item, Miss):
+            item.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +87,9 @@ class Reader:
         fetcher: reads one object into the host tier.
         stats: counters.
         clock: seconds, monotonic.
+
+    Attributes:
+        tiers: as given.
     """
 
     def __init__(
@@ -77,11 +104,15 @@ class Reader:
     ) -> None:
         self._config = config
         self._namespace = namespace
-        self._tiers = tiers
+        self.tiers = tiers
         self._fetcher = fetcher
         self._stats = stats
         self._clock = clock
-        self._flights: SingleFlight[Lease | PrivateItem | Miss] = SingleFlight(_share, release)
+        self._fetches = asyncio.Semaphore(config.max_fetches)
+        self._barred: dict[str, int] = {}
+        self._flights: SingleFlight[_Found | Miss] = SingleFlight(
+            _share, _drop, called_off=lambda: Miss(MissReason.ABSENT)
+        )
         self._probes: SingleFlight[bool] = SingleFlight(bool, lambda _: None)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -109,84 +140,113 @@ class Reader:
         """
         self._stats.add("queries")
         key = self._namespace.object_key(identifier)
-        item: Lease | PrivateItem | Miss | None = self._tiers.local.lookup(key)
-        if item is not None:
-            self._stats.add("hits", tier=Tier.LOCAL)
-        else:
-            if fresh and self._tiers.presence.get(key, now=self._clock()) is False:
-                self._tiers.presence.forget(key)
-            item = await self._join(key, identifier, timeout, linger=linger)
-        if not isinstance(item, Miss) and not expect.admits(item.spec):
-            item.release()
-            item = Miss(MissReason.MISMATCH)
-        if isinstance(item, Miss):
-            self._stats.add("misses", reason=item.reason)
-        return item
-
-    async def _join(
-        self, key: str, identifier: str, timeout: float | None, *, linger: bool
-    ) -> Lease | PrivateItem | Miss:
+        held = self.tiers.local.lookup(key)
+        if held is not None:
+            return self._answer(_Found(held, Tier.LOCAL), expect)
+        if fresh and self.tiers.presence.get(key, now=self._clock()) is False:
+            self.tiers.presence.forget(key)
         limit = self._config.blocking_timeout if timeout is None else timeout
+        result: _Found | Miss
         try:
             async with asyncio.timeout(limit):
-                return await self._flights.run(
+                result = await self._flights.run(
                     key, lambda: self._load(key, identifier), wanted=linger
                 )
         except TimeoutError:
-            return Miss(MissReason.TIMEOUT)
+            result = Miss(MissReason.TIMEOUT)
+        return self._answer(result, expect)
 
-    async def _load(self, key: str, identifier: str) -> Lease | PrivateItem | Miss:
-        held = self._tiers.local.lookup(key)  # stored while the flight was starting
-        if held is not None:
-            return held
-        if self._tiers.disk is not None:
-            item = await self._load_from(self._tiers.disk, Tier.DISK, key, identifier)
-            if not isinstance(item, Miss) or item.reason is MissReason.NO_ROOM:
-                return item
-        if self._tiers.remote is None or self._tiers.presence.get(key, now=self._clock()) is False:
-            return Miss(MissReason.ABSENT)
-        item = await self._load_from(self._tiers.remote, Tier.REMOTE, key, identifier)
-        if isinstance(item, Miss) and item.reason is MissReason.CHANGED:
-            item = await self._load_from(self._tiers.remote, Tier.REMOTE, key, identifier)
-        return item
-
-    async def _load_from(
-        self, store: Store, tier: Tier, key: str, identifier: str
-    ) -> Lease | PrivateItem | Miss:
-        started = self._clock()
+    async def acquire_many(
+        self, identifiers: Iterable[str], *, expect: Expectation, timeout: float | None
+    ) -> list[Lease | PrivateItem | Miss]:
+        """Several at the same time, in order; the caller must release every item."""
+        works = [self.acquire(i, expect=expect, timeout=timeout) for i in identifiers]
+        tasks = [asyncio.ensure_future(work) for work in works]
         try:
-            item = await self._fetcher.fetch(
-                store,
-                key,
-                identifier,
-                keep=self._tiers.writeback if tier is Tier.REMOTE else None,
-            )
+            return await asyncio.gather(*tasks)
+        except BaseException:  # whoever leaves early must not keep what the others found
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            release_all(item for item in ended if not isinstance(item, BaseException))
+            raise
+
+    def _answer(self, result: _Found | Miss, expect: Expectation) -> Lease | PrivateItem | Miss:
+        """Compare with what was asked for, and count."""
+        if not isinstance(result, Miss) and not expect.admits(result.item.spec):
+            result.item.release()
+            result = Miss(MissReason.MISMATCH)
+        if isinstance(result, Miss):
+            self._stats.add("misses", reason=result.reason)
+            return result
+        self._stats.add("hits", tier=result.tier)
+        if result.item.meta.encode_seconds:
+            self._stats.add("saved_encoder_seconds", result.item.meta.encode_seconds)
+        return result.item
+
+    async def _load(self, key: str, identifier: str) -> _Found | Miss:
+        try:
+            return await self._search(key, identifier)
+        except ClosedError:
+            return Miss(MissReason.CLOSED)
+        except Exception:  # a flight's outermost border: a caller must get an answer
+            self._stats.add("errors", where="fetch")
+            logger.exception("a fetch failed unexpectedly")
+            return Miss(MissReason.FAILED)
+
+    async def _search(self, key: str, identifier: str) -> _Found | Miss:
+        if key in self._barred:
+            return Miss(MissReason.ABSENT)
+        held = self.tiers.local.lookup(key)  # stored while the flight was starting
+        if held is not None:
+            return _Found(held, Tier.LOCAL)
+        if self.tiers.disk is not None:
+            found = await self._fetch(self.tiers.disk, Tier.DISK, key, identifier)
+            if not isinstance(found, Miss) or found.reason is MissReason.NO_ROOM:
+                return found
+        if self.tiers.remote is None or self.tiers.presence.get(key, now=self._clock()) is False:
+            return Miss(MissReason.ABSENT)
+        found = await self._fetch(self.tiers.remote, Tier.REMOTE, key, identifier)
+        if isinstance(found, Miss) and found.reason is MissReason.CHANGED:
+            found = await self._fetch(self.tiers.remote, Tier.REMOTE, key, identifier)
+        return found
+
+    async def _fetch(self, store: Store, tier: Tier, key: str, identifier: str) -> _Found | Miss:
+        started = self._clock()
+        keep = self.tiers.writeback if tier is Tier.REMOTE else None
+        try:
+            # The slot bounds what bodies take in memory while they wait to be decoded; the time
+            # limit frees it from a store that has none of its own, when all callers are gone.
+            async with self._fetches, asyncio.timeout(self._config.metadata_timeout):
+                item = await self._fetcher.fetch(store, key, identifier, keep=keep)
         except RemoteError as error:
             return Miss(MissReason(error.reason))
+        except TimeoutError:
+            return Miss(MissReason.TIMEOUT)
         if isinstance(item, Miss):
             await self._missed(tier, key, item)
             return item
-        self._stats.add("hits", tier=tier)
         self._stats.observe("load_seconds", self._clock() - started, tier=tier)
         self._stats.add("load_bytes", item.spec.nbytes, tier=tier)
-        if item.meta.encode_seconds:
-            self._stats.add("saved_encoder_seconds", item.meta.encode_seconds)
         if tier is Tier.REMOTE:
-            self._tiers.presence.set(key, present=True, now=self._clock())
-        return item
+            self.tiers.presence.set(key, present=True, now=self._clock())
+            self.tiers.refused.forget(key)
+        return _Found(item, tier)
 
     async def _missed(self, tier: Tier, key: str, miss: Miss) -> None:
         refused = miss.reason not in (MissReason.ABSENT, MissReason.NO_ROOM)
         if refused:
             self._stats.add("corrupt_objects", tier=tier)
         if tier is Tier.DISK:
-            if refused and self._tiers.disk is not None:
+            if refused and self.tiers.disk is not None:
                 with contextlib.suppress(RemoteError):
-                    await self._tiers.disk.delete([key])
+                    await self.tiers.disk.delete([key])
         elif miss.reason is not MissReason.NO_ROOM:
-            self._tiers.presence.set(key, present=False, now=self._clock())
+            self.tiers.presence.set(key, present=False, now=self._clock())
             if refused:
-                self._tiers.refused.add(key, miss.etag)
+                self.tiers.refused.add(key, miss.etag)
+            else:
+                self.tiers.refused.forget(key)
 
     async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
         """Whether some tier holds the item; False when that cannot be found out in time."""
@@ -203,7 +263,7 @@ class Reader:
         return dict(zip(names, found, strict=True))
 
     async def _exists(self, key: str, timeout: float | None) -> bool:
-        if self._tiers.local.contains(key):
+        if self.tiers.local.contains(key):
             return True
         limit = self._config.blocking_timeout if timeout is None else timeout
         try:
@@ -213,9 +273,9 @@ class Reader:
             return False
 
     async def _probe(self, key: str) -> bool:
-        if self._tiers.disk is not None:
+        if self.tiers.disk is not None:
             with contextlib.suppress(RemoteError):
-                if await self._tiers.disk.head(key) is not None:
+                if await self.tiers.disk.head(key) is not None:
                     return True
         return await self.in_bucket(key)
 
@@ -225,30 +285,60 @@ class Reader:
         Raises:
             RemoteError: the bucket cannot say.
         """
-        if self._tiers.remote is None:
+        if self.tiers.remote is None:
             return False
-        known = self._tiers.presence.get(key, now=self._clock())
+        known = self.tiers.presence.get(key, now=self._clock())
         if known is None:
-            known = await self._tiers.remote.head(key) is not None
-            self._tiers.presence.set(key, present=known, now=self._clock())
+            info = await self.tiers.remote.head(key)
+            known = info is not None and not self.tiers.refused.knows(key, info.etag)
+            self.tiers.presence.set(key, present=known, now=self._clock())
         return known
 
     def prefetch(self, identifiers: Iterable[str]) -> None:
         """Start bringing items into the host tier; returns at once. Call on the loop."""
         for identifier in identifiers:
             key = self._namespace.object_key(identifier)
-            if not self._tiers.local.contains(key) and key not in self._flights:
-                task = asyncio.get_running_loop().create_task(self._prefetch(key, identifier))
-                self._background.add(task)
-                task.add_done_callback(self._background.discard)
+            if self.tiers.local.contains(key) or key in self._flights:
+                continue
+            if len(self._background) >= MAX_PREFETCHES:
+                logger.debug("%d prefetches are waiting, no more are started", MAX_PREFETCHES)
+                return
+            task = asyncio.get_running_loop().create_task(self._prefetch(key, identifier))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _prefetch(self, key: str, identifier: str) -> None:
-        item = await self._flights.run(key, lambda: self._load(key, identifier), wanted=True)
-        release(item)
+        with contextlib.suppress(ClosedError):
+            _drop(await self._flights.run(key, lambda: self._load(key, identifier), wanted=True))
+
+    @contextlib.asynccontextmanager
+    async def barred(self, keys: Iterable[str]) -> AsyncIterator[None]:
+        """While entered, nothing of these keys is fetched; what was being fetched is called off.
+
+        A fetch that began before a deletion must not bring the item back after it.
+        """
+        barred = set(keys)
+        for key in barred:
+            self._barred[key] = self._barred.get(key, 0) + 1
+        try:
+            await self._flights.call_off(barred)
+            if self.tiers.writeback is not None:
+                await self.tiers.writeback.call_off(barred)
+            yield
+        finally:
+            for key in barred:
+                self._barred[key] -= 1
+                if not self._barred[key]:
+                    del self._barred[key]
 
     async def close(self) -> None:
-        """Cancel every fetch and wait until the last one has let go of its memory."""
-        for task in list(self._background):
+        """Cancel every fetch and wait until the last one has let go of its memory, or a little."""
+        background = list(self._background)
+        for task in background:
             task.cancel()
-        await self._flights.close()
-        await self._probes.close()
+        await asyncio.gather(
+            self._flights.close(STOP_SECONDS),
+            self._probes.close(STOP_SECONDS),
+            *background,
+            return_exceptions=True,
+        )

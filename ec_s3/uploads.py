@@ -13,15 +13,21 @@ import contextlib
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ec_s3.errors import RemoteDeniedError, RemoteError, RemoteUnavailableError
-from ec_s3.fetch import run_to_end
+from ec_s3.budget import ByteBudget
+from ec_s3.cancellation import run_to_end
+from ec_s3.errors import (
+    ECS3Error,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteTimeoutError,
+)
 from ec_s3.types import FlushReport, PutOutcome
 from ec_s3.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Executor
 
     from ec_s3.fetch import PrivateItem
@@ -42,6 +48,14 @@ RETRY_SECONDS = 120.0
 
 MAX_PAUSE = 10.0
 
+CALL_SECONDS = 120.0
+"""Most that one call of a store may take, whatever limits the store has itself."""
+
+STOP_SECONDS = 2.0
+"""How long given-up uploads may take to let go when the queue is closed."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Upload:
@@ -58,25 +72,6 @@ class Upload:
     private: PrivateItem | None = None
 
 
-class _ByteBudget:
-    """Bytes in use, waited for in order; one item larger than all of it may go alone."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.used = 0
-        self._freed = asyncio.Condition()
-
-    async def acquire(self, nbytes: int) -> None:
-        async with self._freed:
-            await self._freed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self._limit)
-            self.used += nbytes
-
-    async def release(self, nbytes: int) -> None:
-        async with self._freed:
-            self.used -= nbytes
-            self._freed.notify_all()
-
-
 @dataclass(frozen=True, slots=True)
 class UploadTargets:
     """Where uploads go and what is known of it: the bucket, the disk tier, or both."""
@@ -87,6 +82,8 @@ class UploadTargets:
     refused: Refused
     admit_bytes: Callable[[int], float]
     """Seconds to wait before sending that many bytes (the rate limit)."""
+    manifest: Callable[[], bytes]
+    """What describes the namespace to an operator; ValueError when it cannot be described."""
 
 
 class UploadQueue:
@@ -118,12 +115,14 @@ class UploadQueue:
         self._clock = clock
         self._wall_clock = wall_clock
         self._waiting: dict[str, Upload] = {}
-        self._running: set[str] = set()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+        self._described = targets.remote is None
         self._private_bytes = 0
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._budget = _ByteBudget(max_bytes)
+        self._budget = ByteBudget(max_bytes)
         self._uploaded = 0
         self._dropped = 0
         self._warned: set[str] = set()
@@ -139,6 +138,9 @@ class UploadQueue:
 
     def offer(self, upload: Upload) -> bool:
         """Queue an upload; False when there is no room (counted). Never waits."""
+        if self._closed:
+            self._count("closed")
+            return False
         if upload.key in self:
             return True
         private = upload.private.spec.nbytes if upload.private is not None else 0
@@ -161,16 +163,34 @@ class UploadQueue:
                 await self._idle.wait()
         return FlushReport(self._uploaded - before, self.pending, self._dropped)
 
+    async def withdraw(self, keys: Iterable[str]) -> None:
+        """Forget the uploads of these keys; returns when none of them can write any more."""
+        ending = []
+        for key in keys:
+            upload = self._waiting.pop(key, None)
+            if upload is not None:
+                self._ended(upload)
+                self._count("evicted")
+            elif key in self._running:
+                self._running[key].cancel()
+                ending.append(self._running[key])
+        if ending:
+            await asyncio.wait(ending)
+
     async def close(self, timeout: float) -> FlushReport:
-        """Drain, then give up what is left (counted); idempotent."""
+        """Drain, then give up what is left (counted); idempotent.
+
+        Takes at most `timeout` seconds and `STOP_SECONDS`.
+        """
         report = await self.drain(timeout)
+        self._closed = True
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-        for _ in range(len(self._waiting)):
+        for upload in list(self._waiting.values()):
+            del self._waiting[upload.key]
             self._count("closed")
-        self._waiting.clear()
-        self._gauge()
+            self._ended(upload)
+        await asyncio.wait(self._workers, timeout=STOP_SECONDS)
         return FlushReport(report.uploaded, report.pending, self._dropped)
 
     async def _work(self) -> None:
@@ -178,45 +198,61 @@ class UploadQueue:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            key = next(iter(self._waiting))
-            upload = self._waiting.pop(key)
-            self._running.add(key)
+            upload = self._waiting.pop(next(iter(self._waiting)))
+            task = asyncio.create_task(self._try(upload))
+            self._running[upload.key] = task
             try:
-                await self._upload(upload)
+                await asyncio.wait({task})
             except asyncio.CancelledError:
-                self._count("closed")
+                task.cancel()
+                await asyncio.wait({task})
                 raise
-            except Exception:  # the worker's outermost border: one bad item must not end it
-                self._count("error")
-                self._stats.add("errors", where="upload")
-                logger.exception("upload failed unexpectedly")
             finally:
-                self._running.discard(key)
-                if upload.private is not None:
-                    self._private_bytes -= upload.private.spec.nbytes
-                self._gauge()
-                if not self.pending:
-                    self._idle.set()
+                if task.cancelled():
+                    self._count("closed" if self._closed else "evicted")
+                self._running.pop(upload.key)
+                self._ended(upload)
+
+    async def _try(self, upload: Upload) -> None:
+        try:
+            await self._upload(upload)
+        except Exception:  # the worker's outermost border: one bad item must not end it
+            self._count("error")
+            self._stats.add("errors", where="upload")
+            logger.exception("upload failed unexpectedly")
+
+    def _ended(self, upload: Upload) -> None:
+        if upload.private is not None:
+            self._private_bytes -= upload.private.spec.nbytes
+        self._gauge()
+        if not self.pending:
+            self._idle.set()
 
     async def _upload(self, upload: Upload) -> None:
-        if self._targets.presence.get(upload.key, now=self._clock()):
+        key = upload.key
+        known = self._targets.presence.get(key, now=self._clock())
+        if known and not self._targets.refused.knows(key):
             self._count("exists", dropped=False)
             return
-        item: Lease | PrivateItem | None = upload.private or self._tier.lookup(upload.key)
+        item = self._item(upload)
         if item is None:
             self._count("evicted")
             return
-        reserved = item.spec.nbytes
+        nbytes = item.spec.nbytes
+        item.release()  # its pages must not wait for the budget
+        await self._budget.acquire(nbytes)
         try:
-            await self._budget.acquire(reserved)
-        except BaseException:
-            item.release()
-            raise
-        try:
+            item = self._item(upload)
+            if item is None:
+                self._count("evicted")
+                return
             frame = await self._encode(upload, item)
-            await self._write(upload.key, frame)
+            await self._write(key, frame)
         finally:
-            await self._budget.release(reserved)
+            self._budget.release(nbytes)
+
+    def _item(self, upload: Upload) -> Lease | PrivateItem | None:
+        return upload.private or self._tier.lookup(upload.key, touch=False)
 
     async def _encode(self, upload: Upload, item: Lease | PrivateItem) -> Frame:
         started = self._clock()
@@ -243,11 +279,9 @@ class UploadQueue:
 
     async def _write(self, key: str, frame: Frame) -> None:
         if self._targets.disk is not None:
-            try:
-                await self._targets.disk.put(key, frame.parts)
-            except RemoteError as error:
-                self._warn(f"disk:{error.reason}", "the disk tier refuses a write: %s", error)
+            await self._write_disk(self._targets.disk, key, frame)
         if self._targets.remote is None:
+            self._uploaded += 1
             self._count("written", dropped=False)
             return
         started = self._clock()
@@ -265,19 +299,44 @@ class UploadQueue:
                 continue
             self._written(key, outcome)
             self._stats.observe("save_seconds", self._clock() - started, stage="store")
+            await self._describe(self._targets.remote)
             return
+
+    async def _write_disk(self, disk: Store, key: str, frame: Frame) -> None:
+        try:
+            await _bounded("put", key, disk.put(key, frame.parts))
+            self._stats.add("disk_writes", outcome="written")
+        except ECS3Error as error:
+            self._stats.add("disk_writes", outcome="failed")
+            self._warn(f"disk:{type(error).__name__}", "the disk tier refuses a write: %s", error)
 
     async def _put(self, remote: Store, key: str, frame: Frame, replace: str | None) -> PutOutcome:
         if replace is not None:
-            outcome = await remote.put(key, frame.parts, if_match=replace)
+            # A store that names no versions can only be overwritten.
+            put = remote.put(key, frame.parts, if_match=replace or None, if_absent=False)
+            outcome = await _bounded("put", key, put)
             if outcome is PutOutcome.WRITTEN:
                 self._stats.add("repaired_objects")
             if outcome is not PutOutcome.CHANGED:
                 return outcome
-        elif frame.nbytes > HEAD_ABOVE and await remote.head(key) is not None:
+        elif frame.nbytes > HEAD_ABOVE and await self._is_there(remote, key):
             return PutOutcome.EXISTS
         await asyncio.sleep(self._targets.admit_bytes(frame.nbytes))
-        return await remote.put(key, frame.parts)
+        return await _bounded("put", key, remote.put(key, frame.parts))
+
+    async def _is_there(self, remote: Store, key: str) -> bool:
+        return await _bounded("head", key, remote.head(key)) is not None
+
+    async def _describe(self, remote: Store) -> None:
+        """Tell the bucket's operator, once, what the namespace's folder holds."""
+        if self._described:
+            return
+        self._described = True
+        key = self._namespace.manifest_key
+        try:
+            await _bounded("put", key, remote.put(key, [self._targets.manifest()]))
+        except (ECS3Error, ValueError) as error:
+            logger.debug("the namespace is not described in the bucket: %s", error)
 
     def _try_again(self, error: RemoteError, started: float) -> bool:
         late = self._clock() - started > RETRY_SECONDS
@@ -288,7 +347,11 @@ class UploadQueue:
         return False
 
     def _written(self, key: str, outcome: PutOutcome) -> None:
-        self._targets.presence.set(key, present=True, now=self._clock())
+        if outcome is PutOutcome.WRITTEN:
+            self._targets.refused.forget(key)
+        if not self._targets.refused.knows(key):
+            self._targets.presence.set(key, present=True, now=self._clock())
+        self._warned.clear()
         self._uploaded += 1
         self._count(outcome.value, dropped=False)
 
@@ -300,8 +363,19 @@ class UploadQueue:
         self._stats.set("upload_queue_items", self.pending)
         self._stats.set("upload_queue_bytes", self._budget.used + self._private_bytes)
 
-    def _warn(self, cause: str, message: str, error: RemoteError) -> None:
+    def _warn(self, cause: str, message: str, error: ECS3Error) -> None:
         """Log a cause once until an upload succeeds again; errors carry no secret."""
-        if cause not in self._warned and not isinstance(error, RemoteUnavailableError):
+        if cause not in self._warned:
             self._warned.add(cause)
             logger.warning(message, error)
+
+
+async def _bounded(operation: str, key: str, call: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(CALL_SECONDS):
+            return await call
+    except RemoteError:
+        raise
+    except TimeoutError:
+        message = f"{operation} did not return within {CALL_SECONDS:.0f} s"
+        raise RemoteTimeoutError(message, operation=operation, key=key) from None

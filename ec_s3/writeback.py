@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from ec_s3.errors import ECS3Error
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ec_s3.fetch import Body
     from ec_s3.metrics import Stats
     from ec_s3.store import Store
@@ -30,37 +32,53 @@ class DiskWriteback:
         self._disk = disk
         self._stats = stats
         self._pending = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
 
-    def admits(self, nbytes: int) -> bool:
-        """Whether the budget has room for an object of this size."""
-        if self._pending + nbytes <= MAX_PENDING_BYTES:
-            return True
-        self._stats.add("disk_writes", outcome="skipped")
-        return False
-
-    def take(self, key: str, parts: list[memoryview], body: Body) -> None:
-        """Write in the background; the body's buffers are given back afterwards."""
-        nbytes = sum(len(part) for part in parts)
+    def admit(self, nbytes: int) -> bool:
+        """Take room for an object of this size out of the budget, if there is any."""
+        if self._pending + nbytes > MAX_PENDING_BYTES:
+            self._stats.add("disk_writes", outcome="skipped")
+            return False
         self._pending += nbytes
-        task = asyncio.create_task(self._write(key, parts, body, nbytes))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return True
 
-    async def _write(self, key: str, parts: list[memoryview], body: Body, nbytes: int) -> None:
+    def withdraw(self, nbytes: int) -> None:
+        """Give admitted room back: the object was not fetched after all."""
+        self._pending -= nbytes
+
+    def take(self, key: str, parts: list[memoryview], body: Body, *, nbytes: int) -> None:
+        """Write in the background; the body's buffers are given back afterwards."""
+        task = asyncio.create_task(self._write(key, parts))
+        self._tasks[task] = key
+
+        def end(_: asyncio.Task[None]) -> None:  # also of a task that never got to run
+            body.close()
+            self._pending -= nbytes
+            del self._tasks[task]
+
+        task.add_done_callback(end)
+
+    async def _write(self, key: str, parts: list[memoryview]) -> None:
         try:
             await self._disk.put(key, parts)
             self._stats.add("disk_writes", outcome="written")
         except ECS3Error as error:
             self._stats.add("disk_writes", outcome="failed")
             logger.debug("the disk tier refuses a write: %s", error)
-        finally:
-            body.close()
-            self._pending -= nbytes
 
-    async def close(self) -> None:
-        """Wait for the writes under way; each is bounded by the disk."""
+    async def call_off(self, keys: Iterable[str]) -> None:
+        """End the writes of these keys and wait for their end."""
+        wanted = set(keys)
+        await self._cancel({task for task, key in self._tasks.items() if key in wanted}, None)
+
+    async def close(self, timeout: float) -> None:
+        """Wait for the writes under way at most `timeout` seconds, then end them."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5.0)
-        for task in self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout)
+        await self._cancel(set(self._tasks), timeout)
+
+    async def _cancel(self, tasks: set[asyncio.Task[None]], timeout: float | None) -> None:
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)

@@ -1,0 +1,46 @@
+"""Removes items from every tier, so that nothing that was under way brings them back.
+
+Runs on the engine's event loop. Must not touch other items.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ec_s3.errors import RemoteError
+from ec_s3.types import DeleteReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ec_s3.reader import Reader, Tiers
+    from ec_s3.uploads import UploadQueue
+
+
+async def delete(
+    keys: Sequence[str], *, tiers: Tiers, reader: Reader, queue: UploadQueue | None
+) -> DeleteReport:
+    """Delete keys; absent ones count as deleted. A put of one meanwhile may end either way.
+
+    Raises:
+        RemoteError: a store failed as a whole; the others were told all the same.
+    """
+    failed: dict[str, str] = {}
+    failure: RemoteError | None = None
+    async with reader.barred(keys):
+        if queue is not None:
+            await queue.withdraw(keys)
+        for key in keys:
+            tiers.local.discard(key)
+        for store in (tiers.disk, tiers.remote):
+            try:
+                if store is not None:
+                    failed |= (await store.delete(keys)).failed
+            except RemoteError as error:
+                failure = error
+        for key in keys:
+            tiers.presence.forget(key)
+            tiers.refused.forget(key)
+    if failure is not None:
+        raise failure
+    return DeleteReport(tuple(key for key in keys if key not in failed), failed)
