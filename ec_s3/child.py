@@ -35,6 +35,8 @@ from ec_s3.port import Absent, Desk, Granted, Present, Ready, Want
 from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ec_s3.metrics import Data
     from ec_s3.port import Event
 
@@ -93,12 +95,20 @@ class ProcessPort:
         config: settings.
         namespace: what makes two tensors interchangeable.
         slab: host memory, owned by the caller; the child maps it too.
+        facts: what identifiers depend on but the namespace does not; JSON-able.
 
     Raises:
         ECS3Error: the child did not start.
     """
 
-    def __init__(self, config: ECConfig, namespace: Namespace, slab: Slab) -> None:
+    def __init__(
+        self,
+        config: ECConfig,
+        namespace: Namespace,
+        slab: Slab,
+        *,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
         self._events: deque[Event] = deque()
         self._stats: Data = {}
         self._stats_lock = threading.Lock()
@@ -121,6 +131,7 @@ class ProcessPort:
             config=_dump(config),
             namespace={f.name: getattr(namespace, f.name) for f in fields(namespace) if f.init},
             nbytes=slab.nbytes,
+            facts=dict(facts or {}),
         )
         if not self._started.wait(START_SECONDS) or not self._alive:
             self._stop()
@@ -295,7 +306,8 @@ def main(sock_fd: int, slab_fd: int) -> None:
     config = ECConfig.from_mapping(start["config"])
     slab = Slab.attach(slab_fd, start["nbytes"])
     threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
-    cache = EncoderCache(config, Namespace(**start["namespace"]), slab=slab)
+    namespace = Namespace(**start["namespace"])
+    cache = EncoderCache(config, namespace, slab=slab, facts=start["facts"])
     loop = LoopThread("ec_s3-engine")
     loop.run(cache.start(), timeout=START_SECONDS)
     service.send({"kind": "started"})

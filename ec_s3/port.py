@@ -30,7 +30,7 @@ from ec_s3.uploads import Upload
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ec_s3.config import ECConfig
     from ec_s3.keys import Namespace
@@ -302,6 +302,7 @@ class ThreadPort:
         namespace: what makes two tensors interchangeable.
         slab: host memory, owned by the caller.
         store: the bucket, ready made; None opens what `config.url` names.
+        facts: what identifiers depend on but the namespace does not, for the bucket's manifest.
     """
 
     def __init__(
@@ -311,9 +312,10 @@ class ThreadPort:
         slab: Slab,
         *,
         store: Store | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         self._events: deque[Event] = deque()
-        self._cache = EncoderCache(config, namespace, slab=slab, store=store)
+        self._cache = EncoderCache(config, namespace, slab=slab, store=store, facts=facts)
         self._loop = LoopThread("ec_s3-engine")
         self._loop.run(self._cache.start(), timeout=START_SECONDS)
         self._desk = Desk(self._cache, self._loop, self._events.append)

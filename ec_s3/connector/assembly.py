@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ec_s3.config import ECConfig
-from ec_s3.connector.identity import namespace_of
+from ec_s3.connector.identity import facts_of, namespace_of
 from ec_s3.connector.link import RankHub, socket_name
 from ec_s3.connector.media import Classifier
 from ec_s3.connector.scheduler import Scheduler
@@ -101,11 +101,13 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
     """The scheduler part: slab, engine, hub, and what decides."""
     ec = vllm_config.ec_transfer_config
     config = ECConfig.from_mapping(ec.ec_connector_extra_config)
+    if not ec.is_ec_consumer:  # whoever only encodes for others has nothing to be choosy about
+        config = config.model_copy(update={"second_sight": False})
     namespace = namespace_of(vllm_config, config)
     _warn_shutdown(vllm_config, config)
     slab = Slab.create(config.max_local_cpu_size)
     threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
-    port = _open_port(config, namespace, slab)
+    port = _open_port(config, namespace, slab, facts_of(vllm_config))
     nonce = secrets.token_hex(16)
     answers: list[Scheduler] = []
 
@@ -134,12 +136,14 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
     return SchedulerSide(answers[0], port, hub, slab, stats, config.flush_timeout)
 
 
-def _open_port(config: ECConfig, namespace: Namespace, slab: Slab) -> EnginePort:
+def _open_port(
+    config: ECConfig, namespace: Namespace, slab: Slab, facts: dict[str, object]
+) -> EnginePort:
     if config.engine == "process":
         from ec_s3.child import ProcessPort
 
-        return ProcessPort(config, namespace, slab)
-    return ThreadPort(config, namespace, slab)
+        return ProcessPort(config, namespace, slab, facts=facts)
+    return ThreadPort(config, namespace, slab, facts=facts)
 
 
 def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:

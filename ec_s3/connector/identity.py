@@ -65,9 +65,11 @@ def facts_of(vllm_config: Any) -> dict[str, object]:
 
     model = vllm_config.model_config
     multimodal = getattr(model, "multimodal_config", None)
-    return {
+    facts = {
         "model_argument": str(model.model),
         "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None),
         "media_io_kwargs": getattr(multimodal, "media_io_kwargs", None),
         "vllm": str(vllm.__version__),
     }
+    readable: dict[str, object] = json.loads(json.dumps(facts, default=str))
+    return readable
