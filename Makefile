@@ -4,7 +4,8 @@
 #   make test     every test but the slow ones, real vLLM included
 #   make lint     ruff, mypy, import-linter, file length
 #   make bench    the benchmarks        make faults   fault injection
-#   make docs     the documentation     make clean    what builds and tests left (not the .venv)
+#   make docs     the documentation     make wheel-check  the wheel in an empty environment
+#   make clean    removes what builds and tests left (not the .venv)
 #
 # Settings: VENV=dir  PYTHON=python3.11  JOBS=n (xdist workers)  ARGS="..." (for the main command)
 #           TORCH_INDEX=url  further package index for torch, e.g. one with CPU builds of it
@@ -24,7 +25,7 @@ MAX_LINES := 400
 
 export PYTHON TORCH_INDEX
 
-.PHONY: help setup demo test test-fast test-e2e lint bench faults docs clean
+.PHONY: help setup demo test test-fast test-e2e lint bench faults docs wheel-check clean
 
 help:
 	@sed -n '1,/^$$/s/^#//p' "$(ROOT)/Makefile"
@@ -33,15 +34,17 @@ setup:
 	@"$(ROOT)/tools/setup_env.sh" "$(VENV)"
 
 demo: setup
-	@$(RUN) python -m ec_s3.cli.demo $(ARGS)
-
-test: test-e2e
+	@$(RUN) ec-s3 demo $(ARGS)
 
 # Two pytest runs: vLLM needs both cores and much memory, so it never shares them with xdist.
+test: setup
+	@$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" test-fast
+	@$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" test-e2e
+
 test-fast: setup
 	@$(RUN) pytest -n $(JOBS) -m "not slow and not e2e and not gpu" $(ARGS)
 
-test-e2e: test-fast
+test-e2e: setup
 	@$(RUN) REQUIRE_VLLM=1 pytest -p no:randomly -m "e2e and not slow and not gpu" $(ARGS)
 
 lint: setup
@@ -61,6 +64,9 @@ faults: setup
 
 docs: setup
 	@$(RUN) mkdocs build --strict $(ARGS)
+
+wheel-check:
+	@"$(ROOT)/tools/check_wheel.sh"
 
 clean:
 	@cd "$(ROOT)" && rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
