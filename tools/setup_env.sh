@@ -30,6 +30,7 @@ find_python() {
     python=$(command -v python3.11 || command -v python3) ||
       fail "no python3 found; on Debian: apt-get install python3 python3-venv"
   fi
+  command -v "$python" >/dev/null || fail "PYTHON=$python is no program"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$python is too old: Python 3.11 or later is needed (set PYTHON=...)"
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||

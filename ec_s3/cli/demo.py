@@ -26,7 +26,12 @@ from ec_s3.errors import ECS3Error
 from ec_s3.testing import vllm_process
 from ec_s3.testing.photographs import photographs
 from ec_s3.testing.tiny_models import LLM_WIDTH, MODELS
-from ec_s3.testing.vllm_process import VLLMProcess, VLLMProcessError
+from ec_s3.testing.vllm_process import (
+    PATIENT,
+    VLLMProcess,
+    VLLMProcessError,
+    client_environment,
+)
 from ec_s3.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -220,15 +225,13 @@ def connector_config(url: str) -> dict[str, object]:
         "ec_connector": "ECS3Connector",
         "ec_connector_module_path": "ec_s3.connector",
         "ec_role": "ec_both",
-        "ec_connector_extra_config": {"url": url},
+        "ec_connector_extra_config": {"url": url, **PATIENT},
     }
 
 
 def _run_process(
     job: Mapping[str, object], name: str, prefix: str, target: Path, server: RecordedServer
 ) -> Run:
-    from ec_s3.testing.traffic import client_environment
-
     seen = len(server.served(f"{prefix}/"))
     with VLLMProcess(
         job, workdir=target, name=f"{prefix}-{name}", environment=client_environment()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ec_s3.config import ECConfig
+from ec_s3.connector.holds import Holds
 from ec_s3.connector.identity import facts_of, namespace_of
 from ec_s3.connector.link import RankHub, socket_name
 from ec_s3.connector.media import Classifier
@@ -24,7 +26,6 @@ from ec_s3.pages import Slab
 from ec_s3.port import ThreadPort
 
 if TYPE_CHECKING:
-    from ec_s3.connector.link import Answer
     from ec_s3.keys import Namespace
     from ec_s3.port import EnginePort
     from ec_s3.types import FlushReport
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEEDED_HOOKS = ("take_unavailable_requests", "start_worker_services", "ensure_cache_available")
-_MODALITIES = ("image", "video", "audio")
+_MODALITIES = ("image", "video", "audio", "vision_chunk")
 
 
 @dataclass(slots=True)
@@ -105,35 +106,31 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
         config = config.model_copy(update={"second_sight": False})
     namespace = namespace_of(vllm_config, config)
     _warn_shutdown(vllm_config, config)
-    slab = Slab.create(config.max_local_cpu_size)
-    threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
-    port = _open_port(config, namespace, slab, facts_of(vllm_config))
-    nonce = secrets.token_hex(16)
-    answers: list[Scheduler] = []
-
-    def on_answer(answer: Answer) -> None:
-        answers[0].on_answer(answer)
-
-    hub = RankHub(
-        _address(vllm_config),
-        nonce=nonce,
-        slab=slab,
-        world=_ranks(vllm_config),
-        on_answer=on_answer,
-    )
-    stats = Stats()
-    answers.append(
-        Scheduler(
-            _setup(vllm_config, config, namespace),
-            port=port,
-            hub=hub,
-            classifier=_classifier(vllm_config, config),
-            stats=stats,
+    setup = _setup(vllm_config, config, namespace)
+    classifier = _classifier(vllm_config, config)
+    with ExitStack() as undo:
+        slab = Slab.create(config.max_local_cpu_size)
+        undo.callback(slab.close)
+        threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
+        port = _open_port(config, namespace, slab, facts_of(vllm_config))
+        undo.callback(port.close, 0.0)
+        holds = Holds(setup, port)
+        nonce = secrets.token_hex(16)
+        # Ranks may answer from here on.
+        hub = RankHub(
+            _address(vllm_config),
             nonce=nonce,
+            slab=slab,
+            world=setup.ranks,
+            on_answer=holds.on_answer,
         )
+        undo.pop_all()
+    stats = Stats()
+    scheduler = Scheduler(
+        setup, port=port, holds=holds, hub=hub, classifier=classifier, stats=stats, nonce=nonce
     )
     logger.info("encoder cache namespace %s", namespace.id)
-    return SchedulerSide(answers[0], port, hub, slab, stats, config.flush_timeout)
+    return SchedulerSide(scheduler, port, hub, slab, stats, config.flush_timeout)
 
 
 def _open_port(
@@ -154,7 +151,9 @@ def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
         consumer=bool(ec.is_ec_consumer),
         dtype=namespace.dtype,
         widths=dict(ec.mm_encoder_output_widths),
-        window=int(scheduler.max_num_batched_tokens),
+        # A drafter reads, and so needs, a little more than the chunk.
+        window=int(scheduler.max_num_batched_tokens)
+        + int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
         ranks=_ranks(vllm_config),
         fetch_timeout=config.fetch_timeout,
         metadata_timeout=config.metadata_timeout,

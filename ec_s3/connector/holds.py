@@ -56,6 +56,11 @@ class Holds:
         """The item, if anybody holds it."""
         return self._held.get(name)
 
+    def will_be_saved(self, name: str) -> bool:
+        """Whether a request is about to encode the item into pages that it has been granted."""
+        held = self._held.get(name)
+        return held is not None and (held.grant > 0 or name in self._grants)
+
     # -- items -----------------------------------------------------------------------------
 
     def want(self, item: MediaItem, *, fresh: bool = False) -> Held:
@@ -130,12 +135,12 @@ class Holds:
         return item.rows * width * DTYPE_BYTES[self._setup.dtype]
 
     def ask_grant(self, item: MediaItem) -> None:
-        """Pages for the encode of an item whose fetch has not answered."""
+        """Pages for the encode of an item whose fetch has not answered, or brought none."""
         nbytes = self._save_nbytes(item)
         held = self._held.get(item.name)
-        if not nbytes or held is None or held.state is not State.FETCHING:
+        if not nbytes or held is None or held.state not in (State.FETCHING, State.ABSENT):
             return
-        if item.name not in self._grants:
+        if held.grant != nbytes and item.name not in self._grants:
             grant = _Grant(self._ticket(), nbytes)
             self._grants[item.name] = grant
             self._by_ticket[grant.ticket] = item.name
@@ -193,7 +198,7 @@ class Holds:
             if answer.kind == "loaded":
                 self._on_loaded(answer)
             elif answer.kind == "saved" and answer.done:
-                self._on_saved(name)
+                self.forget_absence(name)
             gone = gone or answer.kind == "gone"
         return gone
 
@@ -208,6 +213,8 @@ class Holds:
             grant = self._grants.get(name) if name is not None else None
             if grant is not None and grant.ticket == event.ticket:
                 grant.extents = event.extents
+                if event.extents is None and name is not None:
+                    del self._grants[name], self._by_ticket[event.ticket]
             else:
                 self._port.release(event.ticket)
         elif held is None or held.ticket != event.ticket:
@@ -230,8 +237,8 @@ class Holds:
             held.transfers.discard(answer.number)
             self._end_if_free(name, held)
 
-    def _on_saved(self, name: str) -> None:
-        """The item is in host memory now: whoever comes next must not find the old absence."""
+    def forget_absence(self, name: str) -> None:
+        """Whoever comes next must not find the absence from before."""
         held = self._held.get(name)
         if held is not None and held.state is State.ABSENT:
             held.holders.clear()

@@ -140,11 +140,16 @@ class RankHub:
     def _serve(self) -> None:
         while not self._closed.is_set():
             for ready, _ in self._selector.select(timeout=0.5):
-                sock = ready.fileobj
-                if sock is self._listener:
-                    self._accept()
-                elif isinstance(sock, socket.socket):
-                    self._receive(sock)
+                try:
+                    self._attend(ready.fileobj)
+                except Exception:  # the thread's outermost border: it serves every rank
+                    logger.exception("unexpected error in the ranks' hub")
+
+    def _attend(self, sock: object) -> None:
+        if sock is self._listener:
+            self._accept()
+        elif isinstance(sock, socket.socket):
+            self._receive(sock)
 
     def _accept(self) -> None:
         try:

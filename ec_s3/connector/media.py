@@ -15,8 +15,9 @@ from ec_s3.keys import is_request_local
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SALTED = "\0salt\0"
-"""Prefix of names that carry a request's cache salt; no unsalted name starts like this."""
+_SALTED, _PLAIN = "\0salt\0", "\0plain\0"
+"""Prefixes of names that carry a request's cache salt, and of those that a client could have
+made to look like one."""
 
 
 class Kind(Enum):
@@ -58,9 +59,9 @@ class MediaItem:
 def bind(identifier: str, cache_salt: str | None) -> str:
     """The name of an identifier under a request's cache salt; injective."""
     if not cache_salt:
-        return identifier
+        return f"{_PLAIN}{identifier}" if identifier.startswith("\0") else identifier
     digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{SALTED}{digest}\0{identifier}"
+    return f"{_SALTED}{digest}\0{identifier}"
 
 
 class Classifier:
@@ -105,7 +106,6 @@ class Classifier:
         )
         unsafe = (
             embeds
-            or identifier.startswith(SALTED)
             or is_request_local(identifier)
             or (self._tower_adapters and getattr(request, "lora_request", None) is not None)
         )

@@ -88,7 +88,7 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
             if hook not in self._logged:
                 self._logged.add(hook)
                 logger.exception("unexpected error in %s; answered safely", hook)
-            if self._errors == MAX_ERRORS:
+            if self._errors == MAX_ERRORS and self._side is not None:
                 logger.critical("too many unexpected errors: the encoder cache is switched off")
             return otherwise
 
@@ -114,7 +114,9 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         if answer is not None:
             return answer
         return self._safely(
-            "ensure_cache_available", lambda: side.scheduler.excuse(request), otherwise=True
+            "ensure_cache_available",
+            lambda: side.scheduler.excuse(request, num_computed_tokens),
+            otherwise=True,
         )
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -141,9 +143,16 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         side = self._side
         if side is None:
             return StepMetadata()
-        return self._safely(
+        metadata: StepMetadata | None = self._safely(
             "build_connector_meta",
             lambda: side.scheduler.build_meta(scheduler_output),
+            otherwise=None,
+        )
+        if metadata is not None:
+            return metadata
+        return self._safely(
+            "build_connector_meta",
+            lambda: side.scheduler.planned(scheduler_output),
             otherwise=StepMetadata(),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ec_s3.connector.media import Kind
 from ec_s3.types import MissReason
 
 if TYPE_CHECKING:
@@ -53,26 +54,64 @@ class Seen:
         items: its media items.
         end: one past the last placeholder token: decoding needs nothing any more.
         deadline: for items with media, seconds of the scheduler's clock; never extended.
-        late: the same for items without media.
+        late: the same for items without media, from when they began to wait; None while they
+            do not.
         settled: items that never defer it again.
         holds: items that it holds.
-        retry: when an absent item without media may be asked for again.
+        retry_at: when items without media may be asked for again.
+        missing: the item without media that is asked for first, and alone, as it was absent.
         failed: it has been reported as unavailable.
     """
 
     items: tuple[MediaItem, ...]
     end: int
     deadline: float
-    late: float
+    late: float | None = None
     settled: set[str] = field(default_factory=set)
     holds: set[str] = field(default_factory=set)
-    retry: dict[str, float] = field(default_factory=dict)
+    retry_at: float = 0.0
+    missing: str | None = None
     failed: bool = False
+    _found: dict[str, MediaItem | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for item in self.items:
+            other = self._found.setdefault(item.identifier, item)
+            if other is None or other.rows != item.rows:
+                self._found[item.identifier] = None
+            elif item.kind is Kind.METADATA:  # the one that has no other way out
+                self._found[item.identifier] = item
 
     def find(self, identifier: str) -> MediaItem | None:
         """The item that vLLM means by an identifier, None when that is ambiguous."""
-        found = [item for item in self.items if item.identifier == identifier]
-        return found[0] if found and len({item.rows for item in found}) == 1 else None
+        return self._found.get(identifier)
+
+
+TURN_SECONDS = 1.0
+"""After how long a request that vLLM does not ask for loses its turn."""
+
+
+class Turns:
+    """Requests that found no room try one after the other, the first to find none first."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, float] = {}
+
+    def join(self, request_id: str, now: float) -> None:
+        """The request has found no room; keeps its place if it has one."""
+        self._asked[request_id] = now
+
+    def leave(self, request_id: str) -> None:
+        """The request waits no more."""
+        self._asked.pop(request_id, None)
+
+    def may_try(self, request_id: str, now: float) -> bool:
+        """Whether it is the request's turn; always, for one that has not joined."""
+        if request_id not in self._asked:
+            return True
+        self._asked[request_id] = now
+        # Whoever vLLM has not asked for lately does not keep the others waiting.
+        return request_id == next(i for i, at in self._asked.items() if now - at < TURN_SECONDS)
 
 
 class Verdict(Enum):

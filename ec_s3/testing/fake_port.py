@@ -6,12 +6,15 @@ One thread. Holds no bytes: leases and reservations are made-up extents, distinc
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ec_s3.port import Absent, Granted, Present, Ready, Want
 from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ec_s3.metrics import Data
     from ec_s3.port import Event
 
@@ -29,6 +32,7 @@ class FakePort:
         filled_items: what was saved, in order.
         room: whether reservations are granted.
         alive: see `EnginePort.alive`.
+        slow: messages arrive only at `deliver`, as those to an engine in another process may.
     """
 
     def __init__(self) -> None:
@@ -40,6 +44,8 @@ class FakePort:
         self.history: list[Want] = []
         self.room = True
         self.alive = True
+        self.slow = False
+        self._messages: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()
 
     @property
@@ -51,8 +57,21 @@ class FakePort:
         """Where the ticket's made-up bytes lie."""
         return (Extent(ticket * _PAGE, _PAGE),)
 
+    def _post(self, message: Callable[[], None]) -> None:
+        self._messages.append(message)
+        if not self.slow:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Let every message under way arrive, in order."""
+        while self._messages:
+            self._messages.popleft()()
+
     def want(self, want: Want) -> None:
         """See `EnginePort.want`."""
+        self._post(partial(self._want, want))
+
+    def _want(self, want: Want) -> None:
         assert want.ticket not in self.open_tickets, "a ticket stands for one hold only"
         self.history.append(want)
         self.wants[want.ticket] = want
@@ -82,6 +101,9 @@ class FakePort:
 
     def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         """See `EnginePort.reserve`."""
+        self._post(partial(self._reserve, ticket, identifier, nbytes))
+
+    def _reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         assert ticket not in self.open_tickets, "a ticket stands for one hold only"
         if self.room:
             self.grants[ticket] = (identifier, nbytes)
@@ -90,6 +112,9 @@ class FakePort:
     def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
         """See `EnginePort.filled`."""
         del meta
+        self._post(partial(self._filled, ticket, spec))
+
+    def _filled(self, ticket: int, spec: TensorSpec) -> None:
         name, nbytes = self.grants.pop(ticket)
         assert spec.nbytes == nbytes, "a reservation is filled with what it was made for"
         self.filled_items.append((name, spec))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ec_s3.testing import vllm_process
 from ec_s3.testing.photographs import photographs
 from ec_s3.testing.tiny_models import MODELS
-from ec_s3.testing.traffic import client_environment
-from ec_s3.testing.vllm_process import VLLMProcess
+from ec_s3.testing.vllm_process import PATIENT, VLLMProcess, client_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
     from ec_s3.testing.traffic import RecordedServer, Served
 
-_UPLOAD_SECONDS = 20.0
+_UPLOAD_SECONDS = 60.0
 _EDGE = 224
-_SMALL = {"max_local_cpu_size": "64MiB"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ class Lab:
                     "ec_connector": "ECS3Connector",
                     "ec_connector_module_path": "ec_s3.connector",
                     "ec_role": role,
-                    "ec_connector_extra_config": {"url": url, **_SMALL, **(settings or {})},
+                    "ec_connector_extra_config": {"url": url, **PATIENT, **(settings or {})},
                 },
                 **job,
             },

@@ -8,7 +8,6 @@ answer has been produced.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -122,22 +121,3 @@ def is_item(key: str) -> bool:
     except InvalidKeyError:
         return False
     return True
-
-
-def client_environment() -> dict[str, str]:
-    """The environment for a child process that talks to the server: fake keys, nothing else of AWS.
-
-    What the machine has set for AWS or as a proxy does not reach the child.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("AWS_", "BOTO_", "EC_S3_")) and not name.lower().endswith("_proxy")
-    }
-    return kept | {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
+PATIENT = {
+    "max_local_cpu_size": "64MiB",
+    "connect_timeout": "30s",
+    "read_timeout": "30s",
+    "fetch_timeout": "30s",
+}
+"""Settings for a machine whose few cores are shared with a mock server and other work.
+
+With deadlines made for serving, a slow moment there would look like a miss.
+"""
+
 _LOG_TAIL_LINES = 60
 _NOISE = "`torch.set_num_threads`"  # the CPU worker's warning at every step
 
@@ -163,6 +174,8 @@ class VLLMProcess:
         except queue.Empty:
             raise self._failure(f"did not report {what} within {timeout:.0f} s") from None
         if line is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(10)  # for its own exit code
             raise self._failure(f"ended before it reported {what}")
         report: Json = json.loads(line)
         return report
@@ -179,3 +192,23 @@ class VLLMProcess:
 def token_ids(batch: Json) -> list[list[int]]:
     """The answers of a batch as token ids."""
     return [list(answer["token_ids"]) for answer in batch["answers"]]
+
+
+def client_environment() -> dict[str, str]:
+    """The environment for a child process that talks to the server: fake keys, nothing else of AWS.
+
+    What the machine has set for AWS or as a proxy does not reach the child.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "BOTO_", "EC_S3_")) and not name.lower().endswith("_proxy")
+    }
+    return kept | {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "OMP_NUM_THREADS": "1",  # threads that wait for a busy core stall a tiny model's steps
+    }

@@ -100,6 +100,28 @@ def test_answers_arrive_in_order_exactly_once_also_in_bursts(ranks: Ranks) -> No
         assert all(a.done == bool(a.number % 3) for a in mine)
 
 
+def test_listener_that_fails_does_not_end_the_hub(
+    slab: Slab, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Answer] = []
+
+    def fail_once(answer: Answer) -> None:
+        seen.append(answer)
+        if len(seen) == 1:
+            raise IndexError("a bug")
+
+    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=fail_once)
+    mapped: list[Slab] = []
+    rank = RankLink(name, rank=0, prepare=lambda theirs, _: mapped.append(theirs))
+    until(lambda: hub.ready)
+    rank.answer("saved", 1, done=True)
+    until(lambda: len(seen) == 2)
+    assert caplog.text.count("Traceback") == 1
+    rank.close()
+    hub.close()
+    mapped[0].close()
+
+
 def test_rank_that_hangs_up_ends_readiness_for_ever(ranks: Ranks) -> None:
     first = ranks.join(0)
     ranks.join(1)

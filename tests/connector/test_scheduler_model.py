@@ -105,7 +105,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
             ticket, missing = self.loading[answer.number]
             assert ticket in self.play.port.leases, "pages of a running copy were given up"
             missing.discard(answer.rank)
-        self.play.scheduler.on_answer(answer)
+        self.play.holds.on_answer(answer)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -185,7 +185,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
     def _check_promise(self, live: Live, item: Feature) -> None:
         name = bind(item.identifier, live.request.cache_salt)
-        held = self.play.scheduler._holds.get(name)
+        held = self.play.holds.get(name)
         assert held is not None
         assert self.play.port.leases.get(held.ticket) == name, "a yes without a lease"
         assert held.spec is not None
@@ -238,7 +238,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
         for name in list(self.live):
             self._end(name)
         for answer in self.answers:
-            self.play.scheduler.on_answer(answer)
+            self.play.holds.on_answer(answer)
         self.play.idle(tokens=1)
         assert not self.play.port.open_tickets
         assert self.play.held == 0

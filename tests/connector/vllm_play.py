@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from ec_s3.connector.holds import Holds
 from ec_s3.connector.link import Answer
 from ec_s3.connector.media import Classifier
 from ec_s3.connector.scheduler import Scheduler
@@ -91,9 +92,11 @@ class Play:
             "max_deferred": 16,
         }
         self.setup = Setup(**{**fields, **setup})
+        self.holds = Holds(self.setup, self.port)
         self.scheduler = Scheduler(
             self.setup,
             port=self.port,
+            holds=self.holds,
             hub=self.hub,
             classifier=Classifier(
                 metadata_fields=lambda _: {"image_grid_thw"}, tower_adapters=False
@@ -124,15 +127,20 @@ class Play:
         self.scheduler.allocated(request, index)
         return self.scheduler.build_meta(Output())
 
+    def load_of(self, request: Request, index: int = 0) -> Any:
+        """The loads of a step whose yes has been heard already."""
+        self.scheduler.allocated(request, index)
+        return self.scheduler.build_meta(Output()).loads
+
     def idle(self, *, tokens: int = 0, **more: Any) -> Any:
         return self.scheduler.build_meta(Output(total_num_scheduled_tokens=tokens, **more))
 
     def loaded(self, transfer: int, rank: int = 0) -> None:
-        self.scheduler.on_answer(Answer(rank, "loaded", transfer, done=True))
+        self.holds.on_answer(Answer(rank, "loaded", transfer, done=True))
 
     def saved(self, ticket: int, *, done: bool = True) -> None:
-        self.scheduler.on_answer(Answer(0, "saved", ticket, done=done))
+        self.holds.on_answer(Answer(0, "saved", ticket, done=done))
 
     @property
     def held(self) -> int:
-        return len(self.scheduler._holds)
+        return len(self.holds)

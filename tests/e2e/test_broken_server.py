@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ec_s3.testing.vllm_process import VLLMProcess
 
 _RECOVERY_SECONDS = 60.0
+_HASTY = {"connect_timeout": "2s", "read_timeout": "2s", "fetch_timeout": "1s"}
 
 
 def test_answers_stay_right_while_the_server_fails_and_hits_return(lab: Lab) -> None:
@@ -25,7 +26,7 @@ def test_answers_stay_right_while_the_server_fails_and_hits_return(lab: Lab) -> 
         "china-3": Fault(method="GET", cut_at=100),
     }
     with FaultServer(lab.server.url) as proxy:
-        process = lab.start(prefix=prefix, endpoint=proxy.url, settings={"fetch_timeout": "1s"})
+        process = lab.start(prefix=prefix, endpoint=proxy.url, settings=_HASTY)
         broken = {}
         for picture, fault in faults.items():
             proxy.clear()

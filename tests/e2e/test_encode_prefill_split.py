@@ -10,7 +10,7 @@ from ec_s3.testing.vllm_process import known_image
 if TYPE_CHECKING:
     from ec_s3.testing.lab import Lab
 
-_SETTINGS = {"metadata_timeout": "3s"}
+_SETTINGS = {"metadata_timeout": "10s"}
 
 
 def test_consumer_answers_what_the_producer_encoded(lab: Lab) -> None:

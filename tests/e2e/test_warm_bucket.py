@@ -37,9 +37,7 @@ def test_one_body_per_item_whatever_the_number_of_worker_processes(lab: Lab, ran
     prefix = f"ranks-{ranks}"
     keys = lab.copy(cold, prefix, pictures=[stored])
 
-    process = lab.start(
-        prefix=prefix, multiprocessing=True, tensor_parallel_size=ranks, settings=_PATIENT
-    )
+    process = lab.start(prefix=prefix, multiprocessing=True, tensor_parallel_size=ranks)
     loaded = lab.ask(process, stored)
     encoded = lab.ask(process, new)
     process.finish()
@@ -47,10 +45,7 @@ def test_one_body_per_item_whatever_the_number_of_worker_processes(lab: Lab, ran
     assert (loaded.encoded, loaded.tokens) == (0, cold.answers[stored].tokens)
     assert (encoded.encoded, encoded.tokens) == (1, cold.answers[new].tokens)
     moved = lab.moved(prefix)
-    assert [r.key for r in moved if r.method == "GET"] == [keys[stored]]
+    assert [r.key for r in moved if r.method == "GET"] == [keys[stored]], moved
     assert [r.key for r in moved if r.method == "PUT" and r.key != keys[stored]] == [
         f"{prefix}/{cold.keys[new].removeprefix(f'{cold.prefix}/')}"
     ]
-
-
-_PATIENT = {"fetch_timeout": "20s"}  # two cores shared by four processes
