@@ -122,6 +122,9 @@ class FakePort:
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""
+        self._post(partial(self._release, ticket))
+
+    def _release(self, ticket: int) -> None:
         self.wants.pop(ticket, None)
         self.leases.pop(ticket, None)
         self.grants.pop(ticket, None)
