@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE = 1 << 20
 START_SECONDS = 60.0
 STATS_SECONDS = 1.0
+
+MAX_OUTBOX = 100_000
+"""Messages that may wait for a child that does not read."""
 
 
 def _spec(fields: list[Any]) -> TensorSpec:
@@ -112,7 +116,7 @@ class ProcessPort:
         self._events: deque[Event] = deque()
         self._stats: Data = {}
         self._stats_lock = threading.Lock()
-        self._send_lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._started = threading.Event()
         self._report: FlushReport | None = None
         self._closed = False
@@ -126,6 +130,8 @@ class ProcessPort:
         theirs.close()
         self._reader = threading.Thread(target=self._read, name="ec_s3-port", daemon=True)
         self._reader.start()
+        self._writer = threading.Thread(target=self._write, name="ec_s3-port-out", daemon=True)
+        self._writer.start()
         self._send(
             kind="start",
             config=_dump(config),
@@ -148,12 +154,17 @@ class ProcessPort:
         return self._child.pid
 
     def _send(self, **message: object) -> None:
-        raw = json.dumps(message).encode("utf-8")
-        with self._send_lock:
+        """Hand a message over; a burst may fill the socket, which no caller may wait for."""
+        if self._outbox.qsize() < MAX_OUTBOX:
+            self._outbox.put(json.dumps(message).encode())
+        else:
+            self._alive = False  # a child that reads no more is as good as gone
+
+    def _write(self) -> None:
+        while (raw := self._outbox.get()) is not None:
             try:
-                self._sock.send(raw, 0 if message["kind"] == "start" else socket.MSG_DONTWAIT)
+                self._sock.send(raw)
             except OSError:
-                # A child that does not read any more is as good as gone.
                 self._alive = False
 
     def want(self, want: Want) -> None:
@@ -225,6 +236,7 @@ class ProcessPort:
     def _stop(self) -> None:
         self._closed = True
         self._alive = False
+        self._outbox.put(None)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

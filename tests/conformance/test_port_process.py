@@ -54,6 +54,29 @@ class TestProcessPort(PortTests):
         port.close(5.0)
         assert time.monotonic() - started < 5.0
 
+    def test_burst_of_messages_neither_waits_nor_loses_any(
+        self, open_port: OpenPort, slab: Slab, url: str
+    ) -> None:
+        port = open_port(config(url), slab)
+        assert isinstance(port, ProcessPort)
+        os.kill(port.pid, signal.SIGSTOP)
+        try:
+            for ticket in range(1, 5001):
+                port.want(Want(ticket=ticket, identifier="x" * 200))
+                port.release(ticket)
+            port.reserve(9999, "a", SPEC.nbytes)
+            assert port.alive
+        finally:
+            os.kill(port.pid, signal.SIGCONT)
+        give_up = time.monotonic() + 20
+        granted = False
+        while not granted and time.monotonic() < give_up:
+            granted = any(event.ticket == 9999 for event in port.poll())
+            time.sleep(0.01)
+        assert granted
+        port.release(9999)
+        assert port.close(5.0).complete
+
     def test_no_secret_is_on_the_command_line_or_in_the_environment(
         self, open_port: OpenPort, slab: Slab, url: str
     ) -> None:
