@@ -2,12 +2,13 @@
 
 The machine does what vLLM does, in vLLM's order: ensure, has, alloc, one step's metadata, the
 ranks' answers at any later time; with evictions from vLLM's own cache, chunked prefill, KV
-failures after a yes, preemption, aborts, and an engine that answers when and what it likes.
+failures after a yes, preemption, aborts, streaming input, reused names, and an engine that answers
+when and what it likes, late or never.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
@@ -26,18 +27,21 @@ ROWS = {"a": 4, "b": 4, "c": 6}
 REASONS = [MissReason.ABSENT, MissReason.NO_ROOM, MissReason.UNREACHABLE, MissReason.TOO_LARGE]
 
 
+def carries_media(item: Feature) -> bool:
+    return "pixel_values" in (item.data or {})
+
+
 @dataclass
 class Live:
     request: Request
-    born: float
     total: int
     computed: int = 0
-    waiting: bool = False
-    rows: dict[str, int] = field(default_factory=dict)
+    media_since: float | None = None
+    """When vLLM first asked for the media that it has now."""
 
     @property
     def media(self) -> bool:
-        return all("pixel_values" in (f.data or {}) for f in self.request.mm_features)
+        return all(carries_media(item) for item in self.request.mm_features)
 
 
 class VLLMAtPlay(RuleBasedStateMachine):
@@ -49,39 +53,62 @@ class VLLMAtPlay(RuleBasedStateMachine):
         self.freed: list[str] = []
         self.answers: list[Answer] = []
         self.loading: dict[int, tuple[int, set[int]]] = {}
-        self.born = 0
-        self.failed: set[str] = set()
+        self.lost: set[int] = set()
+        """Tickets of orders that a rank took to its grave."""
 
     # -- what clients, the engine and the ranks do -------------------------------------------
 
     @rule(
-        names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3),
-        media=st.booleans(),
+        request_id=st.sampled_from("12345"),
+        items=st.lists(
+            st.tuples(st.sampled_from(NAMES), st.booleans(), st.integers(0, 9)),
+            min_size=1,
+            max_size=3,
+        ),
+        mixed=st.integers(0, 3),
         salt=st.sampled_from([None, None, "s"]),
-        odd=st.booleans(),
     )
-    def arrives(self, names: list[str], media: bool, salt: str | None, odd: bool) -> None:
-        offset, features = 0, []
-        rows = {name: ROWS[name] + (1 if odd and name == "c" else 0) for name in names}
-        for name in names:
-            features.append(feature(name, offset=offset, rows=rows[name], media=media))
-            offset += rows[name] + 1
-        self.born += 1
-        request = Request(f"r{self.born}", features, salt)
-        self.live[request.request_id] = Live(request, self.play.now, offset + 2, rows=rows)
+    def arrives(
+        self, request_id: str, items: list[tuple[str, bool, int]], mixed: int, salt: str | None
+    ) -> None:
+        if request_id in self.live:
+            return
+        live = Live(Request(request_id, [], salt), 2)
+        for name, media, odd in items:
+            self._extend(live, name, media=media if mixed == 0 else items[0][1], odd=odd == 0)
+        self.live[request_id] = live
+
+    def _extend(self, live: Live, name: str, *, media: bool, odd: bool) -> None:
+        rows = ROWS[name] + odd
+        live.request.mm_features.append(
+            feature(name, offset=live.total - 2, rows=rows, media=media)
+        )
+        live.total += rows + 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), name=st.sampled_from(NAMES), media=st.booleans())
+    def stream_goes_on(self, data: st.DataObject, name: str, media: bool) -> None:
+        live = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        if len(live.request.mm_features) < 4:
+            self._extend(live, name, media=media, odd=False)
+            live.media_since = None
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 2.5, 31.0]))
     def time_passes(self, seconds: float) -> None:
         self.play.now += seconds
 
-    @precondition(lambda self: self.play.port.wants)
+    @rule(slow=st.booleans())
+    def engine_gets_slow_or_quick(self, slow: bool) -> None:
+        self.play.port.slow = slow
+        self.play.port.deliver()
+
+    @precondition(lambda self: self.play.port.wants and self.play.port.alive)
     @rule(data=st.data(), found=st.booleans(), room=st.booleans(), bad=st.booleans())
     def engine_answers(self, data: st.DataObject, found: bool, room: bool, bad: bool) -> None:
         port = self.play.port
         ticket = data.draw(st.sampled_from(sorted(port.wants)))
         port.room = room
-        name = port.wants[ticket].identifier
-        rows = ROWS[name[-1]]
+        rows = ROWS[port.wants[ticket].identifier[-1]]
         if found:
             port.ready(ticket, spec(rows + 1) if bad else spec(rows))
         else:
@@ -100,12 +127,31 @@ class VLLMAtPlay(RuleBasedStateMachine):
     @precondition(lambda self: self.answers)
     @rule(data=st.data())
     def rank_answers(self, data: st.DataObject) -> None:
-        answer = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
+        self._answer(self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1))))
+
+    def _answer(self, answer: Answer) -> None:
         if answer.kind == "loaded":
             ticket, missing = self.loading[answer.number]
             assert ticket in self.play.port.leases, "pages of a running copy were given up"
             missing.discard(answer.rank)
         self.play.holds.on_answer(answer)
+
+    @precondition(lambda self: self.play.hub.ready and len(self.live) > 2)
+    @rule(rank=st.integers(0, RANKS - 1), really=st.integers(0, 9))
+    def rank_is_gone(self, rank: int, really: int) -> None:
+        if really:
+            return  # seldom, as nothing is cached any more after it
+        self.play.hub.ready = False
+        self.play.holds.on_answer(Answer(rank, "gone"))
+        for answer in [answer for answer in self.answers if answer.rank == rank]:
+            self.answers.remove(answer)
+            number = answer.number
+            self.lost.add(self.loading[number][0] if answer.kind == "loaded" else number)
+
+    @precondition(lambda self: self.play.port.alive and len(self.live) > 2)
+    @rule(really=st.integers(0, 9))
+    def engine_dies(self, really: int) -> None:
+        self.play.port.alive = self.play.port.alive and really > 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -116,6 +162,11 @@ class VLLMAtPlay(RuleBasedStateMachine):
     @rule(data=st.data())
     def vllm_preempts(self, data: st.DataObject) -> None:
         self.live[data.draw(st.sampled_from(sorted(self.live)))].computed = 0
+
+    @rule()
+    def vllm_resets_its_cache(self) -> None:
+        self.cache.clear()
+        self.freed.clear()
 
     def _end(self, name: str) -> None:
         self.play.scheduler.finished(self.live.pop(name).request)
@@ -129,18 +180,17 @@ class VLLMAtPlay(RuleBasedStateMachine):
         tokens = 0
         for name in list(self.live):
             live = self.live[name]
-            if not self.play.scheduler.ensure(live.request, live.computed):
-                live.waiting = True
-                assert not live.media or self.play.now < live.born + 1e6
-                assert not live.media or self._within_deadline(live)
-                continue
-            live.waiting = False
-            tokens += self._schedule(data, name, live, encodes, loads)
+            if self.play.scheduler.ensure(live.request, live.computed):
+                tokens += self._schedule(data, name, live, encodes, loads)
+            elif live.media:
+                self._check_deadline(live)
         self._finish_step(data, encodes, loads, tokens)
 
-    def _within_deadline(self, live: Live) -> bool:
-        seen = self.play.scheduler._requests[live.request.request_id]
-        return self.play.now < seen.deadline
+    def _check_deadline(self, live: Live) -> None:
+        if live.media_since is None:
+            live.media_since = self.play.now
+        waited = self.play.now - live.media_since
+        assert waited < self.play.setup.fetch_timeout, "deferred beyond its deadline"
 
     def _schedule(
         self,
@@ -152,15 +202,15 @@ class VLLMAtPlay(RuleBasedStateMachine):
     ) -> int:
         chunk = data.draw(st.integers(1, 8))
         end = min(live.total, live.computed + chunk)
-        planned: list[tuple[int, Feature, bool]] = []
-        scheduled: dict[str, int] = {}
+        planned: dict[str, tuple[int, Feature, bool]] = {}
         for index, item in enumerate(live.request.mm_features):
-            start = item.mm_position.offset
-            stop = start + item.mm_position.length
-            if stop <= live.computed or start >= end or item.identifier in scheduled:
+            start, rows = item.mm_position.offset, item.mm_position.rows
+            if start + item.mm_position.length <= live.computed or start >= end:
                 continue
-            if item.identifier in self.cache:
-                if self.cache[item.identifier] != item.mm_position.rows:
+            before = planned.get(item.identifier)
+            known = self.cache.get(item.identifier, before and before[1].mm_position.rows)
+            if known is not None:
+                if known != rows:
                     self._end(name)  # vLLM fails such a request by itself
                     return 0
                 continue
@@ -168,12 +218,11 @@ class VLLMAtPlay(RuleBasedStateMachine):
             if yes:
                 self._check_promise(live, item)
             else:
-                assert live.media, "an item without media would have been encoded"
-            scheduled[item.identifier] = item.mm_position.rows
-            planned.append((index, item, yes))
+                assert carries_media(item), "it would have been encoded without its media"
+            planned[item.identifier] = (index, item, yes)
         if planned and data.draw(st.integers(0, 4)) == 0:
             return 0  # no KV blocks after all
-        for index, item, yes in planned:
+        for index, item, yes in planned.values():
             self.cache[item.identifier] = item.mm_position.rows
             self.play.scheduler.allocated(live.request, index)
             if yes:
@@ -196,7 +245,8 @@ class VLLMAtPlay(RuleBasedStateMachine):
     ) -> None:
         if data.draw(st.integers(0, 2)) == 0 and encodes:
             encodes.pop(next(iter(encodes)))  # preempted in the same step
-        freed, self.freed = self.freed, []
+        freed = [identifier for identifier in self.freed if identifier not in self.cache]
+        self.freed.clear()
         metadata = self.play.scheduler.build_meta(
             Output(encodes, freed, total_num_scheduled_tokens=tokens)
         )
@@ -211,7 +261,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
             done = data.draw(st.booleans())
             self.answers.append(Answer(0, "saved", save.ticket, done=done))
         for name in self.play.scheduler.take_unavailable():
-            assert name in self.live, "reported once, while it lives"
+            assert name in self.live, "an ended request, or a later one of its name"
             assert not self.live[name].media, "a request with media can always be encoded"
             self._end(name)
         for name in [n for n, live in self.live.items() if live.computed >= live.total]:
@@ -231,17 +281,23 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_remembered_of_the_dead(self) -> None:
-        assert set(self.play.scheduler._requests) <= set(self.live)
-        assert self.play.scheduler._deferred <= set(self.live)
+        scheduler = self.play.scheduler
+        assert set(scheduler._requests) <= set(self.live)
+        assert scheduler._deferred <= set(self.live)
+        assert scheduler._unavailable <= set(self.live)
+        assert set(scheduler._turns._asked) <= set(self.live)
 
     def teardown(self) -> None:
         for name in list(self.live):
             self._end(name)
         for answer in self.answers:
-            self.play.holds.on_answer(answer)
+            self._answer(answer)
+        self.play.port.slow = False
+        self.play.port.deliver()
         self.play.idle(tokens=1)
-        assert not self.play.port.open_tickets
-        assert self.play.held == 0
+        self.play.port.deliver()
+        assert self.play.port.open_tickets == self.lost, "every ticket is ended once"
+        assert self.lost or self.play.held == 0
 
 
 def _case() -> Any:
