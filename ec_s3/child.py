@@ -2,20 +2,20 @@
 
 A slow step of the scheduler's process then costs the engine nothing, and the engine's work costs
 the scheduler nothing but a socket write. Both processes map one slab, which the scheduler's owns;
-the index over it lives in the child. Messages are JSON packets on a socket pair that only the two
-processes have. The child ends, after a bounded flush, when its parent closes the socket or dies;
-when the child dies the port is no longer `alive`, and what it had leased stays where it is.
+the index over it lives in the child. Messages go over a socket pair that only the two processes
+have. The child ends, after a bounded flush, when its parent closes the socket or is gone; when the
+child dies the port is no longer `alive`, and what it had leased stays where it is.
 
 Run as `python -m ec_s3.child <socket fd> <slab fd>`, never by hand.
+
+Locking: `_stats_lock` guards the metrics received and not yet handed out.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -25,14 +25,16 @@ from collections import deque
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from ec_s3.channel import Channel
 from ec_s3.config import ECConfig
 from ec_s3.engine import EncoderCache
-from ec_s3.errors import ECS3Error
+from ec_s3.errors import ConfigError, ECS3Error
+from ec_s3.header import MAX_IDENTIFIER_BYTES
 from ec_s3.keys import Namespace
 from ec_s3.loop import LoopThread
 from ec_s3.metrics import combine
 from ec_s3.pages import Slab
-from ec_s3.port import Absent, Desk, Granted, Present, Ready, Want
+from ec_s3.port import CLOSE_GRACE, UNKNOWN, Absent, Desk, Granted, Present, Ready, Want
 from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
 
 if TYPE_CHECKING:
@@ -43,12 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE = 1 << 20
 START_SECONDS = 60.0
 STATS_SECONDS = 1.0
-
-MAX_OUTBOX = 100_000
-"""Messages that may wait for a child that does not read."""
+END_SECONDS = 2.0
+"""How long either process waits for the other's last move before it goes on without."""
 
 
 def _spec(fields: list[Any]) -> TensorSpec:
@@ -102,6 +102,7 @@ class ProcessPort:
         facts: what identifiers depend on but the namespace does not; JSON-able.
 
     Raises:
+        ConfigError: the settings cannot be used.
         ECS3Error: the child did not start.
     """
 
@@ -113,76 +114,82 @@ class ProcessPort:
         *,
         facts: Mapping[str, object] | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self._events: deque[Event] = deque()
         self._stats: Data = {}
         self._stats_lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._started = threading.Event()
-        self._report: FlushReport | None = None
-        self._closed = False
-        self._alive = True
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._child = subprocess.Popen(  # noqa: S603 our own interpreter and module
-            [sys.executable, "-m", "ec_s3.child", str(theirs.fileno()), str(slab.fd)],
-            pass_fds=(theirs.fileno(), slab.fd),
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        self._failure: ECS3Error | None = None
+        self._report = UNKNOWN
+        self._closed = self._gone = False
+        self._child, sock = _spawn(slab.fd)
+        self._channel = Channel(sock, name="ec_s3-port-send")
         self._reader = threading.Thread(target=self._read, name="ec_s3-port", daemon=True)
         self._reader.start()
-        self._writer = threading.Thread(target=self._write, name="ec_s3-port-out", daemon=True)
-        self._writer.start()
-        self._send(
+        try:
+            self._start(config, namespace, slab, facts)
+        except BaseException:
+            self._stop(END_SECONDS)
+            raise
+
+    def _start(
+        self,
+        config: ECConfig,
+        namespace: Namespace,
+        slab: Slab,
+        facts: Mapping[str, object] | None,
+    ) -> None:
+        self._post(
             kind="start",
+            parent=self._pid,
             config=_dump(config),
             namespace={f.name: getattr(namespace, f.name) for f in fields(namespace) if f.init},
             nbytes=slab.nbytes,
             facts=dict(facts or {}),
         )
-        if not self._started.wait(START_SECONDS) or not self._alive:
-            self._stop()
+        self._started.wait(START_SECONDS)
+        if self._failure is not None:
+            raise self._failure
+        if not self._started.is_set() or not self.alive:
             raise ECS3Error("the engine's process did not start; its log says why")
 
     @property
     def alive(self) -> bool:
-        """See `EnginePort.alive`."""
-        return self._alive and not self._closed
+        """See `EnginePort.alive`. A forked child of this process has no engine."""
+        ended = self._closed or self._gone or self._channel.broken
+        return not ended and self._pid == os.getpid()
 
     @property
     def pid(self) -> int:
         """Process id of the child."""
         return self._child.pid
 
-    def _send(self, **message: object) -> None:
-        """Hand a message over; a burst may fill the socket, which no caller may wait for."""
-        if self._outbox.qsize() < MAX_OUTBOX:
-            self._outbox.put(json.dumps(message).encode())
-        else:
-            self._alive = False  # a child that reads no more is as good as gone
-
-    def _write(self) -> None:
-        while (raw := self._outbox.get()) is not None:
-            try:
-                self._sock.send(raw)
-            except OSError:
-                self._alive = False
+    def _post(self, **message: object) -> None:
+        if self.alive:
+            self._channel.send(message)
 
     def want(self, want: Want) -> None:
         """See `EnginePort.want`."""
-        self._send(kind="want", **asdict(want))
+        if len(want.identifier) > MAX_IDENTIFIER_BYTES:  # chosen by a client: of any length
+            self._events.append(Absent(want.ticket, MissReason.TOO_LARGE))
+            return
+        self._post(kind="want", **asdict(want))
 
     def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         """See `EnginePort.reserve`."""
-        self._send(kind="reserve", ticket=ticket, identifier=identifier, nbytes=nbytes)
+        if len(identifier) > MAX_IDENTIFIER_BYTES:
+            self._events.append(Granted(ticket, None))
+            return
+        self._post(kind="reserve", ticket=ticket, identifier=identifier, nbytes=nbytes)
 
     def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
         """See `EnginePort.filled`."""
         fields = [spec.dtype, list(spec.shape)]
-        self._send(kind="filled", ticket=ticket, spec=fields, meta=asdict(meta))
+        self._post(kind="filled", ticket=ticket, spec=fields, meta=asdict(meta))
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""
-        self._send(kind="release", ticket=ticket)
+        self._post(kind="release", ticket=ticket)
 
     def poll(self) -> list[Event]:
         """See `EnginePort.poll`."""
@@ -196,23 +203,23 @@ class ProcessPort:
         return data
 
     def _read(self) -> None:
-        while True:
-            try:
-                raw = self._sock.recv(MAX_MESSAGE)
-            except OSError:
-                raw = b""
-            if not raw:
-                break
-            self._take(json.loads(raw))
-        self._alive = False
-        self._started.set()
-        if not self._closed:
+        try:
+            while (packed := self._channel.receive()) is not None:
+                self._take(packed)
+        finally:
+            self._gone = True
+            lost = self._started.is_set() and not self._closed
+            self._started.set()
+        if lost:
             logger.error("the engine's process is gone; the encoder cache is off")
 
     def _take(self, packed: dict[str, Any]) -> None:
         match packed["kind"]:
             case "started":
                 self._started.set()
+            case "failed":
+                error = ConfigError if packed["config"] else ECS3Error
+                self._failure = error(packed["error"])
             case "stats":
                 with self._stats_lock:
                     self._stats = combine(self._stats, packed["data"])
@@ -225,26 +232,43 @@ class ProcessPort:
 
     def close(self, timeout: float) -> FlushReport:
         """See `EnginePort.close`; idempotent."""
-        if self._closed:
-            return FlushReport()
+        if self._closed or self._pid != os.getpid():
+            return self._report
+        give_up = time.monotonic() + timeout + CLOSE_GRACE
         self._closed = True
-        self._send(kind="close", timeout=timeout)
-        self._reader.join(timeout + 5.0)
-        self._stop()
-        return self._report or FlushReport()
+        self._channel.send({"kind": "close", "timeout": timeout})
+        self._reader.join(timeout + CLOSE_GRACE)
+        self._stop(max(END_SECONDS, give_up - time.monotonic()))
+        return self._report
 
-    def _stop(self) -> None:
+    def _stop(self, timeout: float) -> None:
         self._closed = True
-        self._alive = False
-        self._outbox.put(None)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        self._channel.hang_up()
+        self._reader.join(END_SECONDS)
+        self._channel.close()
         try:
-            self._child.wait(2.0)
+            self._child.wait(timeout)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            self._child.wait(5.0)
+            self._child.wait(END_SECONDS)
+
+
+def _spawn(slab_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the child; our end of the socket pair."""
+    ours, theirs = socket.socketpair()
+    try:
+        child = subprocess.Popen(  # noqa: S603 our own interpreter and module
+            [sys.executable, "-m", "ec_s3.child", str(theirs.fileno()), str(slab_fd)],
+            pass_fds=(theirs.fileno(), slab_fd),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # whoever reads our output must not wait for the child
+        )
+    except OSError as error:
+        ours.close()
+        raise ECS3Error(f"the engine's process cannot be started: {error}") from error
+    finally:
+        theirs.close()
+    return child, ours
 
 
 def _dump(config: ECConfig) -> dict[str, Any]:
@@ -255,66 +279,66 @@ def _dump(config: ECConfig) -> dict[str, Any]:
 class _Service:
     """The child's side: reads messages on the main thread, answers from any."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
+    def __init__(self, channel: Channel, cache: EncoderCache, loop: LoopThread) -> None:
+        self._channel = channel
+        self._cache = cache
+        self._loop = loop
+        self._desk = Desk(cache, loop, lambda event: channel.send(_pack_event(event)))
         self._ended = threading.Event()
 
-    def emit(self, event: Event) -> None:
-        self.send(_pack_event(event))
-
-    def send(self, message: dict[str, Any]) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            self._sock.send(json.dumps(message).encode())
-
-    def receive(self) -> dict[str, Any] | None:
-        try:
-            raw = self._sock.recv(MAX_MESSAGE)
-        except OSError:
-            return None
-        if not raw:
-            return None
-        message: dict[str, Any] = json.loads(raw)
-        return message
-
-    def report_stats(self, cache: EncoderCache) -> None:
+    def watch(self, parent: int) -> None:
+        """Report metrics until the end, and end when the parent has."""
         while not self._ended.wait(STATS_SECONDS):
-            cache.stats()
-            data = cache.statistics.drain()
-            if data:
-                self.send({"kind": "stats", "data": data})
+            self._send_stats()
+            # No end of file comes while a process that the parent forked has the socket, too.
+            if os.getppid() != parent:
+                self._channel.stop_receiving()
 
-    def serve(self, desk: Desk) -> float | None:
+    def _send_stats(self) -> None:
+        self._cache.stats()
+        data = self._cache.statistics.drain()
+        if data:
+            self._channel.send({"kind": "stats", "data": data})
+
+    def serve(self) -> float | None:
         """Carry messages to the desk until told to close; the flush's time limit, if told."""
-        while (message := self.receive()) is not None:
-            ticket = message.get("ticket", -1)
-            match message.pop("kind"):
-                case "want":
-                    desk.want(Want(**message))
-                case "reserve":
-                    desk.reserve(ticket, message["identifier"], message["nbytes"])
-                case "filled":
-                    meta = ItemMeta(**message["meta"])
-                    desk.filled(ticket, _spec(message["spec"]), meta)
-                case "release":
-                    desk.release(ticket)
-                case "close":
-                    return float(message["timeout"])
+        while (message := self._channel.receive()) is not None:
+            if message["kind"] == "close":
+                return float(message["timeout"])
+            try:
+                self._carry(message)
+            except Exception:  # the outermost border: one bad message must not end the engine
+                self._cache.statistics.add("errors", where="engine")
+                logger.exception("a message could not be carried out")
         return None
 
-    def end(self) -> None:
+    def _carry(self, message: dict[str, Any]) -> None:
+        ticket = message.get("ticket", -1)
+        match message.pop("kind"):
+            case "want":
+                self._desk.want(Want(**message))
+            case "reserve":
+                self._desk.reserve(ticket, message["identifier"], message["nbytes"])
+            case "filled":
+                meta = ItemMeta(**message["meta"])
+                self._desk.filled(ticket, _spec(message["spec"]), meta)
+            case "release":
+                self._desk.release(ticket)
+
+    def end(self, timeout: float) -> None:
+        """Flush, report, stop."""
         self._ended.set()
+        try:
+            report = self._loop.run(self._cache.close(timeout), timeout=timeout + CLOSE_GRACE)
+        except TimeoutError:
+            report = UNKNOWN
+        self._send_stats()
+        self._channel.send({"kind": "closed", "report": asdict(report)})
+        self._channel.drain(END_SECONDS)
+        self._loop.close()
 
 
-def main(sock_fd: int, slab_fd: int) -> None:
-    """Run the engine until the parent closes the socket, or is gone."""
-    logging.basicConfig(level=logging.INFO, format="ec_s3 engine %(levelname)s %(message)s")
-    os.set_inheritable(sock_fd, False)
-    os.set_inheritable(slab_fd, False)
-    service = _Service(socket.socket(fileno=sock_fd))
-    start = service.receive()
-    if start is None:
-        return
+def _open(start: dict[str, Any], slab_fd: int) -> tuple[EncoderCache, LoopThread]:
     config = ECConfig.from_mapping(start["config"])
     slab = Slab.attach(slab_fd, start["nbytes"])
     threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
@@ -322,17 +346,37 @@ def main(sock_fd: int, slab_fd: int) -> None:
     cache = EncoderCache(config, namespace, slab=slab, facts=start["facts"])
     loop = LoopThread("ec_s3-engine")
     loop.run(cache.start(), timeout=START_SECONDS)
-    service.send({"kind": "started"})
-    threading.Thread(target=service.report_stats, args=(cache,), daemon=True).start()
-    limit = service.serve(Desk(cache, loop, service.emit))
-    service.end()
-    flush = config.flush_timeout if limit is None else limit
-    started = time.monotonic()
-    report = loop.run(cache.close(flush), timeout=flush + 10.0)
-    service.send({"kind": "closed", "report": asdict(report)})
-    logger.debug("flushed in %.1f s", time.monotonic() - started)
-    loop.close()
+    return cache, loop
+
+
+def main(sock_fd: int, slab_fd: int) -> None:
+    """Run the engine until the parent closes the socket, or is gone."""
+    logging.basicConfig(level=logging.INFO, format="ec_s3 engine %(levelname)s %(message)s")
+    os.set_inheritable(sock_fd, False)
+    os.set_inheritable(slab_fd, False)
+    channel = Channel(socket.socket(fileno=sock_fd), name="ec_s3-answers")
+    # A terminal's Ctrl-C is for the parent, which closes us; SIGTERM may be for the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: channel.stop_receiving())
+    start = channel.receive()
+    if start is None:
+        return
+    try:
+        cache, loop = _open(start, slab_fd)
+    except ECS3Error as error:
+        config = isinstance(error, ConfigError)
+        channel.send({"kind": "failed", "error": str(error), "config": config})
+        channel.drain(END_SECONDS)
+        return
+    service = _Service(channel, cache, loop)
+    watch = threading.Thread(target=service.watch, args=(start["parent"],), daemon=True)
+    watch.start()
+    channel.send({"kind": "started"})
+    limit = service.serve()
+    service.end(cache.config.flush_timeout if limit is None else limit)
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
+    logging.shutdown()
+    os._exit(0)  # not to wait for threads that a dead file system may hold for ever

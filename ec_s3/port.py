@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
+CLOSE_GRACE = 5.0
+"""Seconds that closing may take beyond the flush."""
+
+UNKNOWN = FlushReport(pending=1)
+"""What is reported when nobody can say what was left behind: never complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +138,12 @@ class EnginePort(Protocol):
         ...
 
     def close(self, timeout: float) -> FlushReport:
-        """Flush and stop; the only call that waits, at most `timeout` seconds and a little."""
+        """Flush and stop; the only call that waits, at most `timeout` seconds and a little.
+
+        Returns:
+            What was left behind; never complete when that cannot be found out. Later calls return
+            the same, and all other calls do nothing then but end tickets.
+        """
         ...
 
 
@@ -188,6 +199,8 @@ class Desk:
         self._emit(Granted(ticket, None if grant is None else grant.reservation.extents))
 
     def _grant(self, identifier: str, nbytes: int) -> _Grant | None:
+        if nbytes < 0:
+            return None
         try:
             reservation = self._cache.tier.reserve(self._cache.key_of(identifier), nbytes)
         except CapacityError:
@@ -197,9 +210,10 @@ class Desk:
     def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
         """See `EnginePort.filled`."""
         with self._lock:
-            holder = self._holders.pop(ticket, None)
-        if not isinstance(holder, _Grant):
-            return
+            holder = self._holders.get(ticket)
+            if not isinstance(holder, _Grant):
+                return
+            del self._holders[ticket]
         reservation = holder.reservation
         if spec.nbytes != reservation.nbytes or spec.dtype != self._cache.namespace.dtype:
             reservation.abort()
@@ -235,6 +249,8 @@ class Desk:
     async def _serve(self, want: Want) -> None:
         try:
             if want.probe:
+                if want.fresh:
+                    self._forget_absence(want.identifier)
                 found = await self._cache.is_shared(want.identifier)
                 if found:
                     self._end(want.ticket)
@@ -258,6 +274,11 @@ class Desk:
             self._absent(want, MissReason.FAILED)
         else:
             self._answer(want, item)
+
+    def _forget_absence(self, identifier: str) -> None:
+        key, presence = self._cache.key_of(identifier), self._cache.reader.tiers.presence
+        if presence.get(key, now=time.monotonic()) is False:
+            presence.forget(key)
 
     def _answer(self, want: Want, item: Lease | PrivateItem | Miss) -> None:
         if isinstance(item, Miss):
@@ -317,8 +338,13 @@ class ThreadPort:
         self._events: deque[Event] = deque()
         self._cache = EncoderCache(config, namespace, slab=slab, store=store, facts=facts)
         self._loop = LoopThread("ec_s3-engine")
-        self._loop.run(self._cache.start(), timeout=START_SECONDS)
+        try:
+            self._loop.run(self._cache.start(), timeout=START_SECONDS)
+        except BaseException:
+            self._loop.close()
+            raise
         self._desk = Desk(self._cache, self._loop, self._events.append)
+        self._report = UNKNOWN
         self._closed = False
 
     @property
@@ -355,11 +381,13 @@ class ThreadPort:
     def close(self, timeout: float) -> FlushReport:
         """See `EnginePort.close`; idempotent."""
         if self._closed:
-            return FlushReport()
+            return self._report
         self._closed = True
         try:
-            return self._loop.run(self._cache.close(timeout), timeout=timeout + 5.0)
-        except (TimeoutError, ClosedError):
-            return FlushReport()
+            closing = self._cache.close(timeout)
+            self._report = self._loop.run(closing, timeout=timeout + CLOSE_GRACE)
+        except (TimeoutError, ClosedError) as error:
+            logger.warning("the engine did not close: %s", error)
         finally:
             self._loop.close()
+        return self._report

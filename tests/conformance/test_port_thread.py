@@ -9,6 +9,7 @@ from ec_s3.testing.port_conformance import NAMESPACE, OpenPort, PortTests
 
 
 class TestThreadPort(PortTests):
-    @pytest.fixture
-    def open_port(self) -> OpenPort:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_port(cls) -> OpenPort:
         return lambda config, slab: ThreadPort(config, NAMESPACE, slab)
