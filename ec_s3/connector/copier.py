@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0
+
 
 class Copier(Protocol):
     """How a rank copies."""
@@ -133,6 +135,8 @@ class StreamCopier:
         self._events.put((event, done))
 
     def _report(self) -> None:
+        # A thread starts on the host's first device, and its first CUDA call takes memory there.
+        torch.cuda.set_device(self._device)
         while (entry := self._events.get()) is not None:
             event, done = entry
             try:
@@ -146,4 +150,4 @@ class StreamCopier:
     def close(self) -> None:
         """See `Copier.close`."""
         self._events.put(None)
-        self._thread.join(5.0)
+        self._thread.join(CLOSE_SECONDS)

@@ -1,17 +1,20 @@
 """The socket between the scheduler part and the ranks of one engine.
 
 The scheduler part listens on an abstract Unix socket (`RankHub`, one thread). Each rank connects
-from a thread of its own (`RankLink`), gets the slab's memfd, maps it, says so, and later answers
-every order exactly once. Messages are JSON in SOCK_SEQPACKET packets. Both sides check the other
-one's user id; the hub takes only its own process and its descendants, so that two engines of one
-host that share a name cannot get hold of each other's ranks. End of file means: that rank is gone.
+from a thread of its own (`RankLink`) and says which one it is; it gets the slab's memfd, maps it,
+says so, and later answers every order exactly once. Messages are JSON in SOCK_SEQPACKET packets.
+Both sides check the other one's user id; the hub takes only its own process and its descendants,
+so that two engines of one host that share a name cannot get hold of each other's ranks. End of
+file means: that rank is gone. A forked child of either side has none of these sockets.
 
 Neither side's hooks ever wait for a socket.
+
+Locking: a link's `_gate` is held while its socket is written to, so that nobody closes it
+meanwhile; a burst may block the sending thread there, and only that thread, until `_hang_up`.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import hashlib
 import json
@@ -20,12 +23,11 @@ import os
 import queue
 import selectors
 import socket
-import struct
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ec_s3.connector import packets
 from ec_s3.pages import Slab
 
 if TYPE_CHECKING:
@@ -33,38 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE = 64 << 10
-MAX_ANCESTORS = 8
 SEND_SECONDS = 5.0
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 0.1  # a first request may follow the hub by less than a second
 
 
 def socket_name(*parts: object) -> str:
     """The address that both parts derive from what they both know of the engine."""
     text = "\0".join(str(part) for part in (os.getuid(), *parts))
     return f"ec_s3-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Process and user id of the other end."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    return int(pid), int(uid)
-
-
-def _is_ours(pid: int) -> bool:
-    """Whether a process is this one or descends from it, as far as /proc tells."""
-    me = os.getpid()
-    for _ in range(MAX_ANCESTORS):
-        if pid == me:
-            return True
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return True  # hidden /proc: the user id has been checked
-        pid = int(stat.rpartition(")")[2].split()[1])
-        if pid <= 1:
-            return False
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +72,12 @@ class RankHub:
         slab: the host memory; its descriptor goes to the ranks.
         world: ranks that must map the slab before anything may be promised.
         on_answer: called on the hub's thread with every answer; must be quick.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        OSError: no address is free.
     """
 
     def __init__(
@@ -108,29 +93,15 @@ class RankHub:
         self._slab = slab
         self._world = world
         self._on_answer = on_answer
-        self._ranks: dict[socket.socket, int] = {}
+        self._ranks: dict[socket.socket, int] = {}  # -1: has not said who it is
         self._mapped: set[int] = set()
         self._lost = False
         self._closed = threading.Event()
-        self._listener = self._listen(name)
+        self._listener, self.address = packets.listen(name)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="ec_s3-hub", daemon=True)
         self._thread.start()
-
-    def _listen(self, name: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        for suffix in ("", *(f"-{i}" for i in range(1, 100))):
-            try:
-                listener.bind(f"\0{name}{suffix}")
-            except OSError:
-                continue
-            self.address = f"{name}{suffix}"
-            listener.listen(64)
-            listener.setblocking(False)
-            return listener
-        listener.close()
-        raise OSError("no free socket name for the engine's ranks")
 
     @property
     def ready(self) -> bool:
@@ -146,6 +117,8 @@ class RankHub:
                     logger.exception("unexpected error in the ranks' hub")
 
     def _attend(self, sock: object) -> None:
+        if self._closed.is_set():
+            return
         if sock is self._listener:
             self._accept()
         elif isinstance(sock, socket.socket):
@@ -155,55 +128,60 @@ class RankHub:
         try:
             sock, _ = self._listener.accept()
         except OSError:
+            self._closed.wait(0.05)  # out of descriptors: the caller is still there, do not spin
             return
-        try:
-            pid, uid = _peer(sock)
-            if uid != os.getuid() or not _is_ours(pid):
-                logger.debug("a stranger's connection was refused (pid %d, uid %d)", pid, uid)
-                sock.close()
-                return
-            sock.settimeout(SEND_SECONDS)
-            hello = json.dumps({"nonce": self._nonce, "nbytes": self._slab.nbytes}).encode()
-            fds = array.array("i", [self._slab.fd])
-            sock.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())])
-        except OSError:
+        packets.not_for_children(sock)
+        pid, uid = packets.peer(sock)
+        if uid != os.getuid() or not packets.is_ours(pid):
+            logger.debug("a stranger's connection was refused (pid %d, uid %d)", pid, uid)
             sock.close()
             return
+        sock.settimeout(SEND_SECONDS)
         self._ranks[sock] = -1
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, sock: socket.socket) -> None:
+        """Take in one message; whatever is wrong with it costs the connection."""
         try:
-            raw = sock.recv(MAX_MESSAGE)
-        except OSError:
-            raw = b""
-        message = _parse(raw) if raw else None
-        if message is None:
+            raw = sock.recv(packets.MAX_MESSAGE, socket.MSG_DONTWAIT)
+            answer = self._take(sock, packets.parse(raw))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
             self._gone(sock)
             return
-        rank = self._ranks[sock]
-        if message.get("kind") == "mapped":
-            rank = int(message.get("rank", -1))
-            if message.get("nonce") != self._nonce or rank in self._mapped:
-                self._gone(sock)
-                return
-            self._ranks[sock] = rank
+        if answer is not None:
+            self._on_answer(answer)
+
+    def _take(self, sock: socket.socket, message: dict[str, Any]) -> Answer | None:
+        rank, kind = self._ranks[sock], message.get("kind")
+        if kind == "hello" and rank < 0:
+            self._greet(sock, packets.number(message, "rank"))
+            return None
+        ours = message.get("nonce") == self._nonce
+        if kind == "mapped" and ours and rank >= 0 and rank not in self._mapped:
             self._mapped.add(rank)
-        self._on_answer(
-            Answer(
-                rank,
-                str(message.get("kind")),
-                int(message.get("number", -1)),
-                bool(message.get("done")),
-            )
-        )
+            return Answer(rank, "mapped")
+        if kind not in ("loaded", "saved") or rank not in self._mapped:
+            raise ValueError(f"{kind!r} is not expected")
+        if not ours:
+            return None  # about another slab, which this rank has had before
+        number = packets.number(message, "number")
+        return Answer(rank, str(kind), number, message.get("done") is True)
+
+    def _greet(self, sock: socket.socket, rank: int) -> None:
+        """Hand over the slab, unless somebody else is, or was, this rank."""
+        if not 0 <= rank < self._world or rank in self._mapped or rank in self._ranks.values():
+            raise ValueError(f"rank {rank} is not expected")
+        slab = {"nonce": self._nonce, "nbytes": self._slab.nbytes}
+        packets.send_memory(sock, slab, self._slab.fd)
+        self._ranks[sock] = rank
 
     def _gone(self, sock: socket.socket) -> None:
-        rank = self._ranks.pop(sock, -1)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
+        rank = self._ranks.pop(sock)
+        self._selector.unregister(sock)
         sock.close()
-        if rank >= 0 and not self._closed.is_set():
+        if rank in self._mapped:
             self._lost = True
             self._on_answer(Answer(rank, "gone"))
 
@@ -212,18 +190,12 @@ class RankHub:
         if self._closed.is_set():
             return
         self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(2.0)
         for sock in (*self._ranks, self._listener):
             sock.close()
         self._selector.close()
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(raw)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
 
 
 class RankLink:
@@ -232,14 +204,15 @@ class RankLink:
     Args:
         name: where the hub listens.
         rank: this rank's number within the engine.
-        prepare: called with the mapped slab on the link's thread, before `mapped` is reported;
-            the place to populate, pin and build views.
+        prepare: called with the mapped slab and its nonce on the link's thread, before `mapped`
+            is reported; owns the slab. The place to populate, pin and build views.
     """
 
     def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], None]) -> None:
         self._name = name
         self._rank = rank
         self._prepare = prepare
+        self._gate = threading.Lock()
         self._sock: socket.socket | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -252,80 +225,88 @@ class RankLink:
         """The hub of this engine listens elsewhere: connect there instead."""
         if name != self._name:
             self._name = name
-            self._drop()
+            self._hang_up()
 
-    def answer(self, kind: str, number: int, *, done: bool) -> None:
-        """Report on an order; any thread, never waits for the hub to read."""
-        self._outbox.put(json.dumps({"kind": kind, "number": number, "done": done}).encode())
+    def answer(self, kind: str, number: int, *, nonce: str, done: bool) -> None:
+        """Report on an order; any thread, never waits for the hub to read.
+
+        Args:
+            kind: `loaded` or `saved`.
+            number: transfer or ticket of the order.
+            nonce: the slab that the order spoke of.
+            done: whether the copy was made.
+        """
+        answer = {"kind": kind, "number": number, "done": done, "nonce": nonce}
+        self._outbox.put(json.dumps(answer).encode())
 
     def _send(self) -> None:
         """Send answers in order; a burst may fill the socket, which no hook may wait for."""
         while (message := self._outbox.get()) is not None:
-            sock = self._sock
-            if sock is not None:
+            with self._gate:
+                if self._sock is None:
+                    continue
                 # An answer that is lost would hold its pages for ever: better to be gone.
                 try:
-                    sock.send(message)
+                    self._sock.send(message)
                 except OSError:
-                    self._drop()
+                    self._hang_up()
 
     def _main(self) -> None:
-        pause = 0.02
+        pause = FIRST_PAUSE
         while not self._closed.wait(pause):
             try:
                 self._session()
             except OSError as error:
-                logger.debug("the scheduler's socket is not there yet: %s", error)
-            except Exception:
-                logger.exception("this rank cannot map the host memory; the cache stays off")
+                logger.debug("the scheduler's socket does not answer: %s", error)
+            except Exception:  # the thread's border; whatever `prepare` meets is a reason
+                if not self._closed.is_set():
+                    logger.exception("this rank cannot map the host memory; the cache stays off")
                 return
-            pause = min(1.0, pause * 1.5)
+            pause = min(LONGEST_PAUSE, pause * 1.5)
 
     def _session(self) -> None:
         """Connect, map, report, and stay until the hub is gone."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        name = self._name
+        sock = packets.open_socket()
         try:
             sock.settimeout(SEND_SECONDS)
-            sock.connect(f"\0{self._name}")
-            if _peer(sock)[1] != os.getuid():
+            sock.connect(f"\0{name}")
+            if packets.peer(sock)[1] != os.getuid():
                 raise OSError("the socket belongs to another user")
-            slab, nonce = _receive_slab(sock)
-            self._prepare(slab, nonce)
-            report = {"kind": "mapped", "rank": self._rank, "nonce": nonce}
-            sock.settimeout(None)
-            self._sock = sock  # before the report: orders may follow it at once
-            sock.send(json.dumps(report).encode())
-            while not self._closed.is_set() and sock.recv(MAX_MESSAGE):
-                pass
+            sock.send(json.dumps({"kind": "hello", "rank": self._rank}).encode())
+            message, fd = packets.receive_memory(sock)
+            nonce = str(message.get("nonce"))
+            try:
+                self._prepare(Slab.attach(fd, message.get("nbytes", 0)), nonce)
+            except (OSError, ValueError) as error:
+                raise RuntimeError("the slab could not be mapped") from error
+            self._stay(sock, name, nonce)
         finally:
-            self._sock = None
-            sock.close()
+            self._hang_up()
+            with self._gate:
+                self._sock = None
+                sock.close()
 
-    def _drop(self) -> None:
+    def _stay(self, sock: socket.socket, name: str, nonce: str) -> None:
+        sock.settimeout(None)
+        with self._gate:
+            self._sock = sock  # before the report: orders may follow it at once
+            sock.send(json.dumps({"kind": "mapped", "nonce": nonce}).encode())
+        # Whoever redirects or closes from here on sees the socket and shuts it.
+        while name == self._name and not self._closed.is_set() and sock.recv(packets.MAX_MESSAGE):
+            pass
+
+    def _hang_up(self) -> None:
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Send what is to be sent, a second at most, and hang up; idempotent."""
         self._closed.set()
         self._outbox.put(None)
         self._sender.join(1.0)
-        self._drop()
+        self._hang_up()
+        self._sender.join(1.0)
         self._thread.join(2.0)
-
-
-def _receive_slab(sock: socket.socket) -> tuple[Slab, str]:
-    space = socket.CMSG_SPACE(array.array("i").itemsize)
-    raw, ancillary, _, _ = sock.recvmsg(MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    message = _parse(raw)
-    if len(fds) != 1 or message is None:
-        for fd in fds:
-            os.close(fd)
-        raise OSError("the hub hung up before it handed over its memory")
-    return Slab.attach(fds[0], int(message["nbytes"])), str(message["nonce"])

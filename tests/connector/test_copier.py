@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,7 @@ class Streams:
         self.log: list[str] = []
         self.over = threading.Event()
         self.broken = False
+        self.devices: list[torch.device] = []  # made current by the reporting thread
 
     def stream(self, name: str) -> Any:
         streams = self
@@ -72,6 +74,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "set_device", streams.devices.append)
 
     def record(_: torch.Tensor, stream: Any) -> None:
         streams.log.append(f"memory in use by {stream}")
@@ -134,3 +137,73 @@ def test_copy_whose_event_fails_is_never_reported_as_done(
     copier.close()
     assert not done.is_set()
     assert "event failed" in caplog.text
+
+
+def test_copies_are_reported_in_order_by_a_thread_of_their_own_device(streams: Streams) -> None:
+    copier = StreamCopier(torch.zeros(64, dtype=torch.uint8), _DEVICE)
+    done: list[int] = []
+    ended = threading.Event()
+    for number in range(20):
+        call = partial(done.append, number)
+        copier.save(torch.ones(8, dtype=torch.uint8), (Extent(0, 8),), call)
+    copier.save(torch.ones(8, dtype=torch.uint8), (Extent(0, 8),), ended.set)
+    assert done == []
+    streams.over.set()
+    assert ended.wait(10)
+    assert done == list(range(20))
+    assert streams.devices == [_DEVICE]
+    copier.close()
+
+
+def test_closing_waits_for_copies_under_way(streams: Streams) -> None:
+    copier = StreamCopier(torch.zeros(64, dtype=torch.uint8), _DEVICE)
+    done = threading.Event()
+    copier.save(torch.ones(8, dtype=torch.uint8), (Extent(0, 8),), done.set)
+    threading.Timer(0.05, streams.over.set).start()
+    copier.close()
+    assert done.is_set()
+    copier.close()
+
+
+def test_closing_does_not_wait_for_ever(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ec_s3.connector.copier.CLOSE_SECONDS", 0.05)
+    copier = StreamCopier(torch.zeros(64, dtype=torch.uint8), _DEVICE)
+    done = threading.Event()
+    copier.save(torch.ones(8, dtype=torch.uint8), (Extent(0, 8),), done.set)
+    copier.close()
+    assert not done.is_set()
+
+
+def test_loads_are_allocated_on_the_ranks_own_device(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    real = torch.empty
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return real(shape, dtype=dtype)
+
+    mine = torch.device("cuda", 2)
+    copier = StreamCopier(torch.zeros(64, dtype=torch.uint8), mine)
+    monkeypatch.setattr(torch, "empty", empty)
+    copier.load((Extent(0, 64),), TensorSpec("float32", (2, 8)), lambda: None)
+    assert asked == [mine]
+    streams.over.set()
+    copier.close()
+    assert streams.devices == [mine]
+
+
+def test_view_of_a_batch_and_strided_tensor_are_saved_as_their_own_bytes(
+    streams: Streams,
+) -> None:
+    slab = torch.zeros(256, dtype=torch.uint8)
+    copier = StreamCopier(slab, _DEVICE)
+    batch = torch.arange(96, dtype=torch.uint8).view(3, 4, 8)
+    copier.save(batch[1], (Extent(0, 256),), lambda: None)
+    assert torch.equal(slab[:32], batch[1].reshape(-1))
+    assert not slab[32:].any()
+    copier.save(batch[2].T, (Extent(64, 16), Extent(128, 64)), lambda: None)
+    assert torch.equal(torch.cat([slab[64:80], slab[128:144]]), batch[2].T.reshape(-1))
+    streams.over.set()
+    copier.close()

@@ -41,3 +41,20 @@ def test_outputs_go_to_the_slab_and_back_unchanged() -> None:
             assert back.device == device
             assert loaded.wait(10)
         copier.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_parts_of_a_batch_and_strided_outputs_keep_their_bytes(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Slab.create(16 * _MIB) as slab:
+        slab.populate()
+        copier = StreamCopier(slab.tensor(), device)
+        batch = torch.randn(3, 257, 513, device=device).to(dtype)
+        for tensor in (batch[1], batch[2].T):
+            saved = threading.Event()
+            extents = (Extent(8 * _MIB, _MIB // 4), Extent(0, 2 * _MIB))
+            copier.save(tensor, extents, saved.set)
+            assert saved.wait(10)
+            back = copier.load(extents, spec_of(tensor), lambda: None)
+            assert torch.equal(back.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        copier.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from ec_s3.connector import worker as worker_module
+from ec_s3.connector.copier import HostCopier
 from ec_s3.connector.messages import LoadOrder, SaveOrder, StepMetadata
 from ec_s3.connector.worker import Worker
+from ec_s3.errors import ClosedError
 from ec_s3.pages import Slab
 from ec_s3.tensors import spec_of
 from ec_s3.types import Extent, TensorSpec
@@ -25,10 +30,12 @@ class FakeLink:
     def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], None]) -> None:
         self.name, self.rank, self.prepare = name, rank, prepare
         self.answers: list[tuple[str, int, bool]] = []
+        self.nonces: list[str] = []
         self.closed = False
 
-    def answer(self, kind: str, number: int, *, done: bool) -> None:
+    def answer(self, kind: str, number: int, *, nonce: str, done: bool) -> None:
         self.answers.append((kind, number, done))
+        self.nonces.append(nonce)
 
     def redirect(self, name: str) -> None:
         self.name = name
@@ -146,14 +153,136 @@ def test_item_that_vllm_has_already_is_answered_and_kept(rank: Rank) -> None:
     assert [(kind, number) for kind, number, _ in rank.link.answers] == [("loaded", 2)]
 
 
-def test_orders_that_speak_of_another_slab_are_not_carried_out(rank: Rank) -> None:
+def test_orders_that_speak_of_another_slab_are_not_carried_out_but_answered(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = TensorSpec("float32", (4, 8))
-    metadata = StepMetadata("other", "elsewhere", [], [SaveOrder(1, "a", spec, _SCATTERED)])
+    orders = [LoadOrder(2, "b", spec, _SCATTERED)], [SaveOrder(1, "a", spec, _SCATTERED)]
+    metadata = StepMetadata("other", "elsewhere", *orders)
     rank.worker.begin(metadata, saves=True)
     before = bytes(rank.slab.view(Extent(0, 8 * _PAGE)))
+    cache: dict[str, torch.Tensor] = {}
+    rank.worker.load(metadata, cache)
     rank.worker.save(metadata, "a", torch.ones(4, 8))
+    rank.worker.end()
+    assert cache == {}
     assert bytes(rank.slab.view(Extent(0, 8 * _PAGE))) == before
     assert rank.link.name == "elsewhere"
+    assert rank.link.answers == [("loaded", 2, False), ("saved", 1, False)]
+    assert rank.link.nonces == ["other", "other"]
+    assert "not mapped" in caplog.text
+
+
+def test_steps_without_orders_and_address_change_nothing(rank: Rank) -> None:
+    rank.worker.begin(StepMetadata(), saves=True)
+    rank.worker.load(StepMetadata(), {})
+    rank.worker.end()
+    assert (rank.link.name, rank.link.answers) == ("hub", [])
+
+
+def test_step_that_had_no_end_is_answered_by_the_next(rank: Rank) -> None:
+    spec = TensorSpec("float32", (4, 8))
+    rank.step(saves=[SaveOrder(1, "a", spec, _SCATTERED)])
+    rank.step(saves=[SaveOrder(2, "a", spec, _SCATTERED)])
+    assert rank.link.answers == [("saved", 1, False)]
+    rank.worker.end()
+    assert rank.link.answers[1:] == [("saved", 2, False)]
+
+
+def test_consumer_that_only_loads_ignores_saves(rank: Rank) -> None:
+    spec = TensorSpec("float32", (4, 8))
+    metadata = StepMetadata("n1", "hub", [], [SaveOrder(1, "a", spec, _SCATTERED)])
+    rank.worker.begin(metadata, saves=False)
+    rank.worker.save(metadata, "a", torch.ones(4, 8))
+    rank.worker.end()
+    assert rank.link.answers == []
+
+
+def test_output_of_a_kind_that_cannot_be_stored_is_answered(rank: Rank) -> None:
+    metadata = rank.step(saves=[SaveOrder(1, "a", TensorSpec("float32", (4, 8)), _SCATTERED)])
+    with pytest.raises(ValueError, match="complex64"):
+        rank.worker.save(metadata, "a", torch.ones(4, 8, dtype=torch.complex64))
+    rank.worker.end()
+    assert rank.link.answers == [("saved", 1, False)]
+
+
+def test_copy_that_fails_half_way_is_never_answered(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The device may still write to the pages: they must not be handed to anybody else.
+    def broken(*_: Any) -> None:
+        raise RuntimeError("device error")
+
+    metadata = rank.step(saves=[SaveOrder(1, "a", TensorSpec("float32", (4, 8)), _SCATTERED)])
+    monkeypatch.setattr(HostCopier, "save", broken)
+    with pytest.raises(RuntimeError, match="device error"):
+        rank.worker.save(metadata, "a", torch.ones(4, 8))
+    rank.worker.end()
+    assert rank.link.answers == []
+
+
+def test_wrong_outputs_are_warned_of_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    for ticket in (1, 2, 3):
+        spec = TensorSpec("float32", (4, 8))
+        metadata = rank.step(saves=[SaveOrder(ticket, "a", spec, _SCATTERED)])
+        rank.worker.save(metadata, "a", torch.zeros(3, 8))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (65536, 3), (2, 3, 5)])
+def test_tensors_of_any_size_go_through(rank: Rank, shape: tuple[int, ...]) -> None:
+    tensor = torch.rand(shape)
+    spec = spec_of(tensor)
+    metadata = rank.step(saves=[SaveOrder(1, "a", spec, _SCATTERED)])
+    rank.worker.save(metadata, "a", tensor)
+    cache: dict[str, torch.Tensor] = {}
+    rank.worker.load(rank.step(loads=[LoadOrder(2, "a", spec, _SCATTERED)]), cache)
+    assert torch.equal(cache["a"], tensor)
+    assert rank.link.answers == [("saved", 1, True), ("loaded", 2, True)]
+
+
+def test_bytes_behind_the_tensor_are_left_alone(rank: Rank) -> None:
+    rank.slab.tensor().fill_(7)
+    tensor = torch.zeros(_PAGE + 5, dtype=torch.uint8)
+    metadata = rank.step(saves=[SaveOrder(1, "a", spec_of(tensor), _SCATTERED)])
+    rank.worker.save(metadata, "a", tensor)
+    view = rank.slab.view
+    assert not any(view(Extent(3 * _PAGE, _PAGE)))
+    assert not any(view(Extent(0, 5)))
+    assert set(view(Extent(5, 3 * _PAGE - 5))) == {7}
+
+
+def test_loaded_tensor_owns_its_memory(rank: Rank) -> None:
+    spec = TensorSpec("uint8", (16,))
+    cache: dict[str, torch.Tensor] = {}
+    with torch.inference_mode():
+        rank.worker.load(rank.step(loads=[LoadOrder(1, "a", spec, _SCATTERED)]), cache)
+    rank.slab.tensor().fill_(9)
+    assert not cache["a"].any()
+    assert cache["a"].untyped_storage().nbytes() == 16
+
+
+def test_second_copy_of_one_order_is_skipped(rank: Rank) -> None:
+    tensor = torch.ones(4, 8)
+    metadata = rank.step(saves=[SaveOrder(1, "a", spec_of(tensor), _SCATTERED)])
+    rank.worker.save(metadata, "a", tensor)
+    rank.worker.save(metadata, "a", tensor * 2)
+    rank.worker.end()
+    assert rank.link.answers == [("saved", 1, True)]
+    assert stored(rank.slab, spec_of(tensor)) == tensor.numpy().tobytes()
+
+
+def test_new_slab_replaces_the_old_one(rank: Rank) -> None:
+    with Slab.create(8 * _PAGE) as other:
+        rank.link.prepare(other, "n2")
+        assert rank.slab.closed
+        spec = TensorSpec("uint8", (4,))
+        metadata = StepMetadata("n2", "hub", [], [SaveOrder(1, "a", spec, _SCATTERED)])
+        rank.worker.begin(metadata, saves=True)
+        rank.worker.save(metadata, "a", torch.ones(4, dtype=torch.uint8))
+        assert rank.link.answers == [("saved", 1, True)]
+        rank.worker.close()
 
 
 def test_closing_lets_go(rank: Rank) -> None:
@@ -161,3 +290,84 @@ def test_closing_lets_go(rank: Rank) -> None:
     rank.worker.close()
     assert rank.link.closed
     assert rank.slab.closed
+
+
+def test_slab_that_comes_after_the_end_is_let_go(rank: Rank) -> None:
+    rank.worker.close()
+    with Slab.create(_PAGE) as late:
+        with pytest.raises(ClosedError):
+            rank.link.prepare(late, "n2")
+        assert late.closed
+
+
+def test_closing_ends_the_populating(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    populating = threading.Event()
+
+    def populate(slab: Slab) -> None:
+        populating.set()
+        give_up = time.monotonic() + 10
+        while not slab.closed and time.monotonic() < give_up:
+            time.sleep(0.005)
+
+    monkeypatch.setattr(Slab, "populate", populate)
+    errors: list[BaseException] = []
+
+    def prepare(slab: Slab) -> None:
+        try:
+            rank.link.prepare(slab, "n2")
+        except ClosedError as error:
+            errors.append(error)
+
+    with Slab.create(_PAGE) as slab:
+        thread = threading.Thread(target=prepare, args=(slab,))
+        thread.start()
+        assert populating.wait(10)
+        rank.worker.close()
+        thread.join(10)
+        assert slab.closed
+    assert len(errors) == 1
+
+
+class Devices:
+    """Stands in for CUDA: remembers for which device things were done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pinned: bool) -> None:
+        self.current = torch.device("cuda", 0)
+        self.pinned_on: list[torch.device] = []
+        self.copiers: list[tuple[torch.Tensor, torch.device]] = []
+        devices = self
+
+        @contextlib.contextmanager
+        def device(one: torch.device) -> Iterator[None]:
+            before, devices.current = devices.current, one
+            yield
+            devices.current = before
+
+        def pin(_: Slab) -> bool:
+            devices.pinned_on.append(devices.current)
+            return pinned
+
+        class Copier(HostCopier):
+            def __init__(self, slab: torch.Tensor, one: torch.device) -> None:
+                super().__init__(slab)
+                devices.copiers.append((slab, one))
+
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(Slab, "pin", pin)
+        monkeypatch.setattr(worker_module, "StreamCopier", Copier)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_every_rank_pins_and_copies_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pinned: bool
+) -> None:
+    devices = Devices(monkeypatch, pinned=pinned)
+    monkeypatch.setattr(worker_module, "RankLink", FakeLink)
+    mine = torch.device("cuda", 2)
+    worker = Worker("hub", rank=1, device=mine)
+    with Slab.create(_PAGE) as slab:
+        cast("FakeLink", worker._link).prepare(slab, "n1")
+        assert devices.pinned_on == [mine]
+        assert [device for _, device in devices.copiers] == [mine]
+        assert ("slower" in caplog.text) is not pinned
+        worker.close()
