@@ -104,10 +104,13 @@ class Holds:
             return
         if self._held.get(name) is held:
             del self._held[name]
-            grant = self._grants.pop(name, None)
-            if grant is not None:
-                self.give_back(grant.ticket)
+            self._drop_grant(name)
         self.give_back(held.ticket)
+
+    def _drop_grant(self, name: str | None) -> None:
+        grant = self._grants.pop(name, None) if name is not None else None
+        if grant is not None:
+            self.give_back(grant.ticket)
 
     def give_back(self, ticket: int) -> None:
         """End a ticket, whatever it stands for."""
@@ -211,18 +214,20 @@ class Holds:
         held = self._held.get(name) if name is not None else None
         if isinstance(event, Granted):
             grant = self._grants.get(name) if name is not None else None
-            if grant is not None and grant.ticket == event.ticket:
-                grant.extents = event.extents
-                if event.extents is None and name is not None:
-                    del self._grants[name], self._by_ticket[event.ticket]
-            else:
+            if grant is None or grant.ticket != event.ticket:
                 self._port.release(event.ticket)
+            elif event.extents is None:
+                self._drop_grant(name)
+            else:
+                grant.extents = event.extents
         elif held is None or held.ticket != event.ticket:
             self._port.release(event.ticket)  # the hold was given up before the answer came
         elif isinstance(event, Ready):
             held.state, held.spec, held.extents = State.READY, event.spec, event.extents
+            self._drop_grant(name)  # nothing is to be saved any more
         elif isinstance(event, Present):
             held.state = State.PRESENT
+            self._drop_grant(name)
         elif isinstance(event, Absent):
             held.state, held.reason = State.ABSENT, event.reason
             held.grant, held.extents = held.asked if event.extents else 0, event.extents or ()

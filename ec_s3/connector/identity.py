@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _IRRELEVANT = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "text_config", "use_cache"}
 )
-"""Of a model's configuration: where it lies, who wrote it, and the language model's own part."""
+"""Of the configuration of a model and of its parts: where it lies, who wrote it, and the language
+model's own part."""
 
 _MM_FIELDS = ("video_pruning_rate", "mm_encoder_attn_dtype")
 """Of vLLM's multimodal settings: what changes an encoder's output without changing the item."""
@@ -46,9 +47,7 @@ def namespace_of(vllm_config: Any, config: ECConfig) -> Namespace:
 def encoder_fingerprint(vllm_config: Any) -> str:
     """Hash of all configuration that shapes an encoder's output, 16 hex digits."""
     model = vllm_config.model_config
-    fields: dict[str, object] = {
-        name: value for name, value in model.hf_config.to_dict().items() if name not in _IRRELEVANT
-    }
+    fields: dict[str, object] = _relevant(model.hf_config.to_dict())
     multimodal = getattr(model, "multimodal_config", None)
     for name in _MM_FIELDS:
         fields[f"vllm:{name}"] = str(getattr(multimodal, name, None))
@@ -57,6 +56,15 @@ def encoder_fingerprint(vllm_config: Any) -> str:
         fields["vllm:weights"] = f"dummy:{model.seed}"
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what does not matter, its parts' configurations included."""
+    return {
+        name: _relevant(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in _IRRELEVANT
+    }
 
 
 def facts_of(vllm_config: Any) -> dict[str, object]:

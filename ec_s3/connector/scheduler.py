@@ -184,7 +184,6 @@ class Scheduler:
         if seen is None or index >= len(seen.items):
             return
         item = seen.items[index]
-        seen.settled.add(item.name)
         if promise is None and self._setup.producer and item.kind is Kind.MEDIA:
             self._plan_save(request_id, item, index)
 

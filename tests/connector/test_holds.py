@@ -72,6 +72,50 @@ def test_reservation_for_another_size_is_not_used() -> None:
     assert not play.port.open_tickets
 
 
+def test_reservation_asked_for_under_another_size_is_not_used() -> None:
+    play = Play(max_deferred=0)
+    small, large = play.request(feature(rows=4), name="1"), play.request(feature(rows=6), name="2")
+    assert play.scheduler.ensure(small, 0)
+    assert play.scheduler.ensure(large, 0)
+    assert not play.encode(large).saves
+    play.scheduler.finished(large)
+    assert play.port.grants
+    play.scheduler.finished(small)
+    assert not play.port.open_tickets
+
+
+def test_refused_reservation_is_asked_for_again_by_the_next_request_for_the_item() -> None:
+    play = Play(max_deferred=0)
+    play.port.room = False
+    assert play.scheduler.ensure(play.request(feature(), name="1"), 0)
+    play.port.room = True
+    second = play.request(feature(), name="2")
+    assert play.scheduler.ensure(second, 0)
+    assert len(play.encode(second).saves) == 1
+
+
+@pytest.mark.parametrize("role", ["both", "producer"])
+@pytest.mark.parametrize("slow", [True, False])
+def test_pages_to_save_an_item_into_go_back_when_it_turns_out_to_be_there(
+    role: str, slow: bool
+) -> None:
+    play = Play(role=role, max_deferred=0)
+    request = play.request(feature())
+    play.port.slow = slow
+    assert play.scheduler.ensure(request, 0)
+    play.port.deliver()
+    assert play.port.grants
+    if role == "both":
+        play.port.ready(play.only_want(), spec(4))
+    else:
+        play.port.present(play.only_want())
+    play.idle(tokens=1)
+    play.port.deliver()
+    assert not play.port.grants
+    assert play.scheduler.ensure(request, 0)
+    assert play.scheduler.has("a")
+
+
 def test_fetch_and_reservation_that_both_answer_leave_nothing_behind() -> None:
     play = Play()
     request = play.request(feature())

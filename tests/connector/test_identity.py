@@ -66,6 +66,7 @@ def test_whatever_does_not_change_an_output_leaves_the_namespace() -> None:
         identity(model="org/model/"),
         identity(hf={"text_config": {"layers": 3}, "_name_or_path": "/elsewhere"}),
         identity(hf={"transformers_version": "6"}),
+        identity(hf={"vision_config": {"depth": 2, "_name_or_path": "/x", "dtype": "float32"}}),
         identity(revision=""),
     } == {identity()}
 

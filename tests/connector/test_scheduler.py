@@ -663,6 +663,141 @@ def test_mirror_of_vllms_cache_stays_bounded_though_vllm_forgets_in_silence() ->
     assert play.scheduler._mirror == {"new"}
 
 
+def test_item_that_vllm_has_lost_in_silence_is_fetched_again_once_it_was_asked_for() -> None:
+    play = Play()
+    for name in ("1", "2"):
+        request = play.request(feature(), name=name)
+        play.scheduler.ensure(request, 0)
+        if name == "1":
+            play.encode(request)
+            play.scheduler.finished(request)
+    assert not play.scheduler.has("a"), "vLLM has reset its cache"
+    play.idle(tokens=1)
+    assert not play.scheduler.ensure(play.request(feature(), name="3"), 0)
+
+
+def test_item_allocated_in_the_step_that_evicts_it_counts_as_cached() -> None:
+    play = Play()
+    request = play.request(feature())
+    play.scheduler.ensure(request, 0)
+    play.scheduler.allocated(request, 0)
+    play.idle(tokens=1, free_encoder_mm_hashes=["a"])
+    assert play.scheduler.ensure(play.request(feature(), name="2"), 0)
+
+
+def test_yes_of_an_earlier_step_is_no_promise_any_more() -> None:
+    play = Play()
+    play.port.items["a"] = spec(4)
+    request = play.request(feature())
+    assert play.scheduler.ensure(request, 0)
+    assert play.scheduler.has("a")
+    play.idle(tokens=1)
+    play.hub.ready = False
+    assert play.scheduler.ensure(request, 0)
+    assert not play.scheduler.has("a")
+    assert not play.encode(request).loads
+
+
+def test_lease_of_an_item_with_media_ends_with_its_load() -> None:
+    play = Play()
+    play.port.items["a"] = spec(4)
+    request = play.request(feature())
+    assert play.scheduler.ensure(request, 0)
+    (order,) = play.load(request).loads
+    play.loaded(order.transfer)
+    play.idle(tokens=1)
+    assert not play.port.leases
+
+
+def test_request_without_media_leaves_the_pages_of_an_encode_that_will_bring_its_item() -> None:
+    play = Play()
+    media = play.request(feature(), name="m")
+    play.scheduler.ensure(media, 0)
+    play.port.absent(play.only_want())
+    assert play.scheduler.ensure(media, 0)
+    request = play.request(feature(media=False))
+    assert not play.scheduler.ensure(request, 0)
+    (order,) = play.encode(media).saves
+    play.saved(order.ticket)
+    play.now += 0.3
+    assert play.scheduler.ensure(request, 0)
+    assert play.scheduler.has("a")
+
+
+def test_after_a_pause_the_item_that_was_absent_is_asked_for_first_and_alone() -> None:
+    play = Play(role="consumer")
+    request = play.request(feature("a", media=False), feature("b", offset=4, media=False))
+    play.scheduler.ensure(request, 0)
+    for ticket in sorted(play.port.wants):
+        if play.port.wants[ticket].identifier == "b":
+            play.port.absent(ticket)
+    for _ in range(2):
+        assert not play.scheduler.ensure(request, 0)
+        assert not play.port.wants, "nothing before the pause is over"
+        play.now += 0.1
+    play.now += 0.1
+    assert not play.scheduler.ensure(request, 0)
+    assert [want.identifier for want in play.port.wants.values()] == ["b"]
+    play.port.ready(play.only_want(), spec(4))
+    assert not play.scheduler.ensure(request, 0)
+    assert not play.scheduler.ensure(request, 0)
+    play.port.ready(play.only_want(), spec(4))
+    assert play.scheduler.ensure(request, 0)
+
+
+def test_turn_passes_on_from_a_request_that_vllm_does_not_ask_for() -> None:
+    play = Play(role="consumer")
+    requests = [play.request(feature(i, media=False), name=i) for i in "ab"]
+    for request in requests:
+        play.scheduler.ensure(request, 0)
+    for ticket in list(play.port.wants):
+        play.port.absent(ticket, MissReason.NO_ROOM)
+    for request in requests:
+        play.scheduler.ensure(request, 0)
+    play.now = 0.5
+    assert not play.scheduler.ensure(requests[1], 0)
+    assert not play.port.wants, "it is the first one's turn"
+    play.now = 1.2
+    assert not play.scheduler.ensure(requests[1], 0)
+    assert [want.identifier for want in play.port.wants.values()] == ["b"]
+    for request in requests:
+        play.scheduler.finished(request)
+    assert not play.scheduler._turns._asked
+
+
+def test_item_given_up_is_not_waited_for_again_when_a_streaming_request_gains_another() -> None:
+    play = Play()
+    request = play.request(feature("a"))
+    play.scheduler.ensure(request, 0)
+    play.now = 2.0
+    assert play.scheduler.ensure(request, 0)
+    request.mm_features.append(feature("b", offset=8))
+    play.port.items["b"] = spec(4)
+    assert play.scheduler.ensure(request, 0)
+
+
+def test_streaming_request_lets_go_of_what_it_held_before_it_gained_media() -> None:
+    play = Play()
+    play.port.items["a"] = spec(4)
+    request = play.request(feature("a"))
+    assert play.scheduler.ensure(request, 0)
+    request.mm_features.append(feature("b", offset=8))
+    play.scheduler.ensure(request, 4)
+    play.scheduler.finished(request)
+    assert not play.port.open_tickets
+
+
+def test_item_named_like_a_clients_embeddings_is_still_promised_without_media() -> None:
+    play = Play(role="consumer")
+    play.port.items["a"] = spec(4)
+    embeddings, request = feature(), feature(offset=4, media=False)
+    assert embeddings.data is not None
+    embeddings.data["image_embeds"] = embeddings.data.pop("pixel_values")
+    both = play.request(embeddings, request)
+    assert play.scheduler.ensure(both, 4)
+    assert play.scheduler.has("a")
+
+
 def test_late_reservation_is_returned_when_its_request_has_gone_on_without_it() -> None:
     play = Play()
     play.port.slow = True

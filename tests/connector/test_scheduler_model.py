@@ -13,7 +13,13 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from vllm_play import Feature, Output, Play, Request, feature, spec
 
 from ec_s3.connector.link import Answer
@@ -24,7 +30,29 @@ RANKS = 2
 MAX_DEFERRED = 2
 NAMES = ["a", "b", "c"]
 ROWS = {"a": 4, "b": 4, "c": 6}
-REASONS = [MissReason.ABSENT, MissReason.NO_ROOM, MissReason.UNREACHABLE, MissReason.TOO_LARGE]
+REASONS = [
+    MissReason.ABSENT,
+    MissReason.NO_ROOM,
+    MissReason.NO_ROOM,
+    MissReason.UNREACHABLE,
+    MissReason.TOO_LARGE,
+]
+
+
+MAX_LIVE = 5
+
+
+def seldom(times: int) -> st.SearchStrategy[bool]:
+    """True once in so many times."""
+    return st.sampled_from([False] * (times - 1) + [True])
+
+
+Wish = tuple[list[tuple[str, bool, bool]], bool, str | None]
+_ITEM = st.tuples(st.sampled_from(NAMES), st.booleans(), seldom(10))
+_WISH: st.SearchStrategy[Wish] = st.tuples(
+    st.lists(_ITEM, min_size=1, max_size=3), seldom(4), st.sampled_from([None, None, "s"])
+)
+"""Items by name, with media or not, with a row more than others say; mixed; the cache's salt."""
 
 
 def carries_media(item: Feature) -> bool:
@@ -58,24 +86,22 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
     # -- what clients, the engine and the ranks do -------------------------------------------
 
-    @rule(
-        request_id=st.sampled_from("12345"),
-        items=st.lists(
-            st.tuples(st.sampled_from(NAMES), st.booleans(), st.integers(0, 9)),
-            min_size=1,
-            max_size=3,
-        ),
-        mixed=st.integers(0, 3),
-        salt=st.sampled_from([None, None, "s"]),
-    )
-    def arrives(
-        self, request_id: str, items: list[tuple[str, bool, int]], mixed: int, salt: str | None
-    ) -> None:
-        if request_id in self.live:
-            return
+    @initialize(wishes=st.lists(_WISH, min_size=3, max_size=3))
+    def some_arrive(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            self._arrive(wish)
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(wish=_WISH)
+    def arrives(self, wish: Wish) -> None:
+        self._arrive(wish)
+
+    def _arrive(self, wish: Wish) -> None:
+        request_id = next(str(i) for i in range(MAX_LIVE) if str(i) not in self.live)
+        items, mixed, salt = wish
         live = Live(Request(request_id, [], salt), 2)
         for name, media, odd in items:
-            self._extend(live, name, media=media if mixed == 0 else items[0][1], odd=odd == 0)
+            self._extend(live, name, media=media if mixed else items[0][1], odd=odd)
         self.live[request_id] = live
 
     def _extend(self, live: Live, name: str, *, media: bool, odd: bool) -> None:
@@ -136,22 +162,24 @@ class VLLMAtPlay(RuleBasedStateMachine):
             missing.discard(answer.rank)
         self.play.holds.on_answer(answer)
 
-    @precondition(lambda self: self.play.hub.ready and len(self.live) > 2)
-    @rule(rank=st.integers(0, RANKS - 1), really=st.integers(0, 9))
-    def rank_is_gone(self, rank: int, really: int) -> None:
-        if really:
-            return  # seldom, as nothing is cached any more after it
+    @precondition(lambda self: self.play.hub.ready and self.play.port.alive)
+    @rule(what=st.sampled_from(["rank", "engine", *["reset"] * 18]), rank=st.integers(0, RANKS - 1))
+    def trouble(self, what: str, rank: int) -> None:
+        if what == "rank":
+            self._lose(rank)
+        elif what == "engine":
+            self.play.port.alive = False
+        else:
+            self.cache.clear()
+            self.freed.clear()
+
+    def _lose(self, rank: int) -> None:
         self.play.hub.ready = False
         self.play.holds.on_answer(Answer(rank, "gone"))
         for answer in [answer for answer in self.answers if answer.rank == rank]:
             self.answers.remove(answer)
             number = answer.number
             self.lost.add(self.loading[number][0] if answer.kind == "loaded" else number)
-
-    @precondition(lambda self: self.play.port.alive and len(self.live) > 2)
-    @rule(really=st.integers(0, 9))
-    def engine_dies(self, really: int) -> None:
-        self.play.port.alive = self.play.port.alive and really > 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -163,11 +191,6 @@ class VLLMAtPlay(RuleBasedStateMachine):
     def vllm_preempts(self, data: st.DataObject) -> None:
         self.live[data.draw(st.sampled_from(sorted(self.live)))].computed = 0
 
-    @rule()
-    def vllm_resets_its_cache(self) -> None:
-        self.cache.clear()
-        self.freed.clear()
-
     def _end(self, name: str) -> None:
         self.play.scheduler.finished(self.live.pop(name).request)
 
@@ -175,6 +198,22 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
+        self._step(data)
+
+    @rule(data=st.data(), pause=st.sampled_from([0.0, 0.3]))
+    def answers_and_steps(self, data: st.DataObject, pause: float) -> None:
+        port = self.play.port
+        for _ in range(3):
+            port.deliver()
+            for ticket in sorted(port.wants) if port.alive else ():
+                if data.draw(st.booleans()):
+                    port.ready(ticket, spec(ROWS[port.wants[ticket].identifier[-1]]))
+                else:
+                    port.absent(ticket, data.draw(st.sampled_from(REASONS)))
+            self._step(data)
+            self.play.now += pause
+
+    def _step(self, data: st.DataObject) -> None:
         encodes: dict[str, list[int]] = {}
         loads: list[str] = []
         tokens = 0
@@ -301,7 +340,7 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
 
 def _case() -> Any:
-    VLLMAtPlay.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    VLLMAtPlay.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
     return VLLMAtPlay.TestCase
 
 

@@ -179,6 +179,35 @@ def test_after_many_errors_it_switches_itself_off_but_keeps_what_it_planned(
     assert not inside.connector.has_cache_item("b")
 
 
+def test_planned_load_is_delivered_although_the_rest_of_the_hook_fails(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.play.port.items["a"] = spec(4)
+    request = inside.play.request(feature())
+    assert inside.connector.ensure_cache_available(request, 0)
+    assert inside.connector.has_cache_item("a")
+    inside.connector.update_state_after_alloc(request, 0)
+    monkeypatch.setattr(inside.play.scheduler, "_pump", lambda: 1 / 0)
+    assert len(inside.connector.build_connector_meta(Output()).loads) == 1
+    assert not inside.connector.build_connector_meta(Output()).loads
+
+
+def test_switched_off_it_fails_only_what_still_needs_an_item_without_media(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = inside.play.request(feature(media=False), name="decoding")
+    with monkeypatch.context() as patch:
+        patch.setattr(inside.play.scheduler, "take_unavailable", lambda: 1 / 0)
+        for _ in range(inside.shell.MAX_ERRORS):
+            inside.connector.take_unavailable_requests()
+    assert inside.connector.ensure_cache_available(decoding, 4)
+    late = inside.play.request(feature(media=False), name="late")
+    assert not inside.connector.ensure_cache_available(late, 0)
+    assert inside.connector.take_unavailable_requests() == {"late"}
+    inside.connector.request_finished(late)
+    assert inside.connector.take_unavailable_requests() == set()
+
+
 def test_encoder_decoder_models_are_left_alone(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
@@ -232,6 +261,41 @@ def test_stats_travel_to_vllms_log_and_to_prometheus(inside: Inside) -> None:
     assert value("vllm:ec_s3_given_up_total", {**labels, "reason": "deadline"}) == 1
     assert value("vllm:ec_s3_deferred_requests", labels) == 3
     assert value("vllm:ec_s3_load_seconds_count", {**labels, "tier": "remote"}) == 2
+
+
+def test_vllms_own_log_and_prometheus_classes_take_the_stats(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import functools
+
+    import msgspec
+    import prometheus_client
+    from vllm.distributed.ec_transfer.ec_connector.metrics import (
+        ECConnectorLogging,
+        ECConnectorProm,
+    )
+
+    from ec_s3.metrics import Stats
+
+    stats = Stats()
+    stats.add("hits", 2, tier="local")
+    stats.observe("load_seconds", 0.002, tier="local")
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.drain()))
+    ec = SimpleNamespace(ec_connector="ECS3Connector", ec_connector_module_path="ec_s3.connector")
+    log, lines = ECConnectorLogging(ec), []
+    log.observe(dict(data))
+    log.observe(dict(data))
+    log.log(lambda text, values: lines.append(text % values))
+    assert "hits_local=4" in lines[0]
+    registry = prometheus_client.CollectorRegistry()
+    for name in ("Gauge", "Counter", "Histogram"):
+        kind = functools.partial(getattr(prometheus_client, name), registry=registry)
+        monkeypatch.setattr(ECConnectorProm, f"_{name.lower()}_cls", kind)
+    prom = ECConnectorProm(SimpleNamespace(ec_transfer_config=ec), ["engine"], {0: ["0"]})
+    prom.observe(data, 0)
+    labels = {"engine": "0", "tier": "local"}
+    assert registry.get_sample_value("vllm:ec_s3_hits_total", labels) == 2
+    assert registry.get_sample_value("vllm:ec_s3_load_seconds_count", labels) == 1
 
 
 def test_plugin_registers_once_and_both_ways_of_loading_find_the_class(vllm: Any) -> None:
