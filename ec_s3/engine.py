@@ -325,8 +325,7 @@ class EncoderCache:
 
     def enqueue(self, upload: Upload) -> bool:
         """Queue the upload of a staged item; call on the loop. False only when nothing holds it."""
-        if self._presence.get(upload.key, now=self._clock()) is False:
-            self._presence.forget(upload.key)
+        self._presence.forget_absence(upload.key)
         if self._queue is None:
             return True
         queued = self._stager.admit(upload) and self._queue.offer(upload)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -250,7 +249,8 @@ class Desk:
         try:
             if want.probe:
                 if want.fresh:
-                    self._forget_absence(want.identifier)
+                    key = self._cache.key_of(want.identifier)
+                    self._cache.reader.tiers.presence.forget_absence(key)
                 found = await self._cache.is_shared(want.identifier)
                 if found:
                     self._end(want.ticket)
@@ -274,11 +274,6 @@ class Desk:
             self._absent(want, MissReason.FAILED)
         else:
             self._answer(want, item)
-
-    def _forget_absence(self, identifier: str) -> None:
-        key, presence = self._cache.key_of(identifier), self._cache.reader.tiers.presence
-        if presence.get(key, now=time.monotonic()) is False:
-            presence.forget(key)
 
     def _answer(self, want: Want, item: Lease | PrivateItem | Miss) -> None:
         if isinstance(item, Miss):

@@ -47,6 +47,12 @@ class Presence:
         """Drop what is known of a key."""
         self._known.pop(key, None)
 
+    def forget_absence(self, key: str) -> None:
+        """Drop a remembered no; a yes stays."""
+        known = self._known.get(key)
+        if known is not None and not known[0]:
+            del self._known[key]
+
     def clear(self) -> None:
         """Drop everything."""
         self._known.clear()

@@ -143,8 +143,8 @@ class Reader:
         held = self.tiers.local.lookup(key)
         if held is not None:
             return self._answer(_Found(held, Tier.LOCAL), expect)
-        if fresh and self.tiers.presence.get(key, now=self._clock()) is False:
-            self.tiers.presence.forget(key)
+        if fresh:
+            self.tiers.presence.forget_absence(key)
         limit = self._config.blocking_timeout if timeout is None else timeout
         result: _Found | Miss
         try:

@@ -31,6 +31,15 @@ def test_the_newest_answer_counts(presence: Presence) -> None:
     assert presence.get("k", now=2) is None
 
 
+def test_only_an_absence_is_forgotten_by_those_who_ask_afresh(presence: Presence) -> None:
+    presence.set("yes", present=True, now=0)
+    presence.set("no", present=False, now=0)
+    for key in ("yes", "no", "unknown"):
+        presence.forget_absence(key)
+    assert presence.get("yes", now=1) is True
+    assert presence.get("no", now=1) is None
+
+
 def test_the_oldest_answers_go_first(presence: Presence) -> None:
     for i in range(3):
         presence.set(f"k{i}", present=True, now=0)
