@@ -1,9 +1,13 @@
 # ec_s3: `make demo` or `make test` on a fresh machine does all the set-up by itself.
 #
 #   make demo     a cold and a warm vLLM process on one embedded S3 bucket; "demo: OK" at the end
+#   make example-disaggregated  one server encodes, another answers, over HTTP
 #   make test     every test but the slow ones, real vLLM included
 #   make lint     ruff, mypy, import-linter, file length
-#   make bench    the benchmarks        make faults   fault injection
+#   make bench    the benchmarks
+#   make faults   every failure x role x layout with real vLLM; writes docs/reference/fault-matrix.md
+#   make soak     real vLLM under random faults for MINUTES=20
+#   make versions  what depends on vLLM, under its other VERSIONS
 #   make docs     the documentation     make wheel-check  the wheel in an empty environment
 #   make clean    removes what builds and tests left (not the .venv)
 #
@@ -17,6 +21,8 @@ SHELL := /bin/bash
 ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
 VENV ?= $(ROOT)/.venv
 JOBS ?= 2
+MINUTES ?= 20
+VERSIONS ?= 0.30.0 0.31.0 0.33.0
 ARGS ?=
 # Child processes (make, tests, vLLM workers) take the virtual environment's programs first.
 BIN := $(if $(filter /%,$(VENV)),$(VENV),$(ROOT)/$(VENV))/bin
@@ -25,7 +31,7 @@ MAX_LINES := 400
 
 export PYTHON TORCH_INDEX
 
-.PHONY: help setup demo test test-fast test-e2e lint bench faults docs wheel-check clean
+.PHONY: help setup demo example-disaggregated test test-fast test-e2e lint bench faults soak versions docs wheel-check clean
 
 help:
 	@sed -n '1,/^$$/s/^#//p' "$(ROOT)/Makefile"
@@ -35,6 +41,9 @@ setup:
 
 demo: setup
 	@$(RUN) ec-s3 demo $(ARGS)
+
+example-disaggregated: setup
+	@$(RUN) python examples/disaggregated/demo.py $(ARGS)
 
 # Two pytest runs: vLLM needs both cores and much memory, so it never shares them with xdist.
 test: setup
@@ -59,8 +68,16 @@ lint: setup
 bench: setup
 	@$(RUN) bash -euc 'for file in benchmarks/[a-z]*.py; do echo "== $$file"; python "$$file" $(ARGS); done'
 
+# The matrix starts a dozen engines, one after the other; ARGS="-k separate" picks some.
 faults: setup
-	@$(RUN) pytest -m "not gpu" tests/faults $(ARGS)
+	@$(RUN) REQUIRE_VLLM=1 pytest -p no:randomly -m "not gpu" tests/matrix \
+	  --fault-table docs/reference/fault-matrix.md $(ARGS)
+
+soak: setup
+	@$(RUN) PYTHONPATH=tests/matrix python tests/matrix/soak.py --minutes $(MINUTES) $(ARGS)
+
+versions: setup
+	@$(RUN) VENV="$(VENV)" tools/test_versions.sh $(VERSIONS)
 
 docs: setup
 	@$(RUN) mkdocs build --strict $(ARGS)

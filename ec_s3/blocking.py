@@ -111,7 +111,8 @@ class ECCacheEngine:
             meta: what travels with it.
 
         Returns:
-            False only when there is no room for it now.
+            False when there is no room for it now, or it may not be kept: while suspended or
+            switched off, or as it was deleted lately.
 
         Raises:
             ValueError: the tensor's dtype is not the namespace's, or it is not dense.
@@ -236,6 +237,27 @@ class ECCacheEngine:
             TimeoutError: not done within `timeout` seconds.
         """
         return self._loop.run(self._cache.delete(mm_hashes), timeout=timeout)
+
+    def suspend(self) -> None:
+        """Serve and keep nothing until `resume`; returns at once. Idempotent.
+
+        For changing a model's weights in place: suspend, change them, resume.
+        """
+        self._loop.check()
+        self._cache.suspend()
+
+    def resume(self, *, weight_version: str) -> None:
+        """Go on with the weights of this name; returns at once. Idempotent.
+
+        Nothing that was put or fetched before is served or written under the new name. Of items of
+        other weights, those in host memory are dropped, and so are the uploads that are pending.
+
+        Args:
+            weight_version: a name of the weights, the same in every process that has the same
+                ones, and never that of others; empty for those of the checkpoint.
+        """
+        self._loop.check()
+        self._cache.resume(weight_version=weight_version)
 
     def flush(self, timeout: float | None = None) -> FlushReport:
         """Wait for the uploads, at most `timeout` seconds (default `flush_timeout`)."""

@@ -1,20 +1,22 @@
 """Recycled byte buffers for bodies on their way from or to a store.
 
 A fresh buffer of 8-32 MB is zeroed and page-faulted each time, which costs more than filling it.
-Called from any thread; never blocks and never limits what is lent, only what is kept idle.
+The pool is called from any thread; it never blocks and never limits what is lent, only what is kept
+idle. A body belongs to one task.
 
 Locking: one lock guards the idle buffers; buffers are made and dropped outside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
 _SMALLEST = 64 << 10
 
@@ -66,15 +68,6 @@ class BufferPool:
             dropped = self._push(buffer)
         del dropped  # unmapped here, outside the lock
 
-    @contextmanager
-    def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """`take` and `give` around a block."""
-        view = self.take(nbytes)
-        try:
-            yield view
-        finally:
-            self.give(view)
-
     def _pop(self, size: int) -> bytearray | None:
         buffers = self._idle.get(size)
         if not buffers:
@@ -108,3 +101,61 @@ def _class_bytes(nbytes: int) -> int:
         return _SMALLEST
     quarter = 1 << (nbytes - 1).bit_length() - 3
     return -(-nbytes // quarter) * quarter
+
+
+@dataclass(slots=True)
+class Body:
+    """The stored bytes of one object, in pooled buffers, while they are needed."""
+
+    pool: BufferPool
+    lent: list[memoryview] = field(default_factory=list)
+    parts: list[memoryview] = field(default_factory=list)
+
+    def take(self, nbytes: int) -> memoryview:
+        """A buffer of that size, owned until given back."""
+        view = self.pool.take(nbytes)
+        self.lent.append(view)
+        return self.part(view[:])
+
+    def part(self, view: memoryview) -> memoryview:
+        """Remember a view of a buffer of this body: released before its buffer is given back.
+
+        The pool cannot use a buffer again that anybody still has a view of.
+        """
+        self.parts.append(view)
+        return view
+
+    def give_back(self, view: memoryview) -> None:
+        """Return the buffer behind a view early, and release what was made a part of it."""
+        owner = view.obj
+        ended = [part for part in self.parts if part.obj is owner]
+        self.parts = [part for part in self.parts if part.obj is not owner]
+        _release(ended)
+        for lent in [lent for lent in self.lent if lent.obj is owner]:
+            self.lent.remove(lent)
+            self.pool.give(lent)
+
+    def hand_over(self) -> Body:
+        """A new owner of all buffers; this one owns none any more."""
+        heir = Body(self.pool, self.lent, self.parts)
+        self.lent, self.parts = [], []
+        return heir
+
+    def close(self) -> None:
+        """Give every buffer back; idempotent."""
+        _release(self.parts)
+        self.parts = []
+        while self.lent:
+            self.pool.give(self.lent.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _release(views: Iterable[memoryview]) -> None:
+    for view in views:
+        with contextlib.suppress(BufferError):  # the traceback of a failure may hold on to it
+            view.release()

@@ -8,7 +8,8 @@ child dies the port is no longer `alive`, and what it had leased stays where it 
 
 Run as `python -m ec_s3.child <socket fd> <slab fd>`, never by hand.
 
-Locking: `_stats_lock` guards the metrics received and not yet handed out.
+Locking: `_stats_lock` guards the metrics received and not yet handed out; under `_gate_lock` the
+gate turns and the child is told, so that both turn in one order.
 """
 
 from __future__ import annotations
@@ -27,21 +28,25 @@ from typing import TYPE_CHECKING, Any
 
 from ec_s3.channel import Channel
 from ec_s3.config import ECConfig
+from ec_s3.desk import Desk
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import ConfigError, ECS3Error
+from ec_s3.gate import Gate
 from ec_s3.header import MAX_IDENTIFIER_BYTES
 from ec_s3.keys import Namespace
 from ec_s3.loop import LoopThread
 from ec_s3.metrics import combine
 from ec_s3.pages import Slab
-from ec_s3.port import CLOSE_GRACE, UNKNOWN, Absent, Desk, Granted, Present, Ready, Want
-from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
+from ec_s3.port import CLOSE_GRACE, UNKNOWN
+from ec_s3.tickets import Absent, Granted, Want, outdated, pack_event, unpack_event, unpack_spec
+from ec_s3.types import FlushReport, ItemMeta, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ec_s3.metrics import Data
-    from ec_s3.port import Event
+    from ec_s3.tickets import Event
+    from ec_s3.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -49,47 +54,6 @@ START_SECONDS = 60.0
 STATS_SECONDS = 1.0
 END_SECONDS = 2.0
 """How long either process waits for the other's last move before it goes on without."""
-
-
-def _spec(fields: list[Any]) -> TensorSpec:
-    return TensorSpec(fields[0], tuple(fields[1]))
-
-
-def _extents(fields: list[list[int]] | None) -> tuple[Extent, ...] | None:
-    return None if fields is None else tuple(Extent(*pair) for pair in fields)
-
-
-def _pairs(extents: tuple[Extent, ...] | None) -> list[list[int]] | None:
-    return None if extents is None else [[extent.offset, extent.nbytes] for extent in extents]
-
-
-def _pack_event(event: Event) -> dict[str, Any]:
-    kind = type(event).__name__
-    packed: dict[str, Any] = {"kind": kind, "ticket": event.ticket}
-    if isinstance(event, Ready):
-        packed["spec"] = [event.spec.dtype, list(event.spec.shape)]
-        packed["meta"] = asdict(event.meta)
-    if isinstance(event, Absent):
-        packed["reason"] = event.reason.value
-    if not isinstance(event, Present):
-        packed["extents"] = _pairs(event.extents)
-    return packed
-
-
-def _unpack_event(packed: dict[str, Any]) -> Event | None:
-    ticket = packed.get("ticket", -1)
-    extents = _extents(packed.get("extents"))
-    match packed["kind"]:
-        case "Ready":
-            meta = ItemMeta(**packed["meta"])
-            return Ready(ticket, _spec(packed["spec"]), extents or (), meta)
-        case "Absent":
-            return Absent(ticket, MissReason(packed["reason"]), extents)
-        case "Present":
-            return Present(ticket)
-        case "Granted":
-            return Granted(ticket, extents)
-    return None
 
 
 class ProcessPort:
@@ -115,7 +79,10 @@ class ProcessPort:
         facts: Mapping[str, object] | None = None,
     ) -> None:
         self._pid = os.getpid()
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, int]] = deque()
+        # What the child's gate will be once it has read all messages.
+        self._gate = Gate(namespace)
+        self._gate_lock = threading.Lock()
         self._stats: Data = {}
         self._stats_lock = threading.Lock()
         self._started = threading.Event()
@@ -171,14 +138,14 @@ class ProcessPort:
     def want(self, want: Want) -> None:
         """See `EnginePort.want`."""
         if len(want.identifier) > MAX_IDENTIFIER_BYTES:  # chosen by a client: of any length
-            self._events.append(Absent(want.ticket, MissReason.TOO_LARGE))
+            self._answer(Absent(want.ticket, MissReason.TOO_LARGE))
             return
         self._post(kind="want", **asdict(want))
 
     def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         """See `EnginePort.reserve`."""
         if len(identifier) > MAX_IDENTIFIER_BYTES:
-            self._events.append(Granted(ticket, None))
+            self._answer(Granted(ticket, None))
             return
         self._post(kind="reserve", ticket=ticket, identifier=identifier, nbytes=nbytes)
 
@@ -194,7 +161,29 @@ class ProcessPort:
     def poll(self) -> list[Event]:
         """See `EnginePort.poll`."""
         events = self._events
-        return [events.popleft() for _ in range(len(events))]
+        weights = self._gate.now.weights
+        return [self._told(*events.popleft(), weights) for _ in range(len(events))]
+
+    def _told(self, event: Event, asked: int, weights: int) -> Event:
+        if asked >= weights:
+            return event
+        self.release(event.ticket)
+        return outdated(event)
+
+    def _answer(self, event: Event) -> None:
+        self._events.append((event, self._gate.now.weights))
+
+    def suspend(self) -> None:
+        """See `EnginePort.suspend`."""
+        with self._gate_lock:
+            if self._gate.suspend():
+                self._post(kind="suspend")
+
+    def resume(self, weight_version: str) -> None:
+        """See `EnginePort.resume`."""
+        with self._gate_lock:
+            if self._gate.resume(weight_version):
+                self._post(kind="resume", weight_version=weight_version)
 
     def drain_stats(self) -> Data:
         """See `EnginePort.drain_stats`; at most a second old."""
@@ -226,9 +215,9 @@ class ProcessPort:
             case "closed":
                 self._report = FlushReport(**packed["report"])
             case _:
-                event = _unpack_event(packed)
+                event = unpack_event(packed)
                 if event is not None:
-                    self._events.append(event)
+                    self._events.append((event, packed["weights"]))
 
     def close(self, timeout: float) -> FlushReport:
         """See `EnginePort.close`; idempotent."""
@@ -273,7 +262,10 @@ def _spawn(slab_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def _dump(config: ECConfig) -> dict[str, Any]:
     """Settings as JSON; the salt travels in the namespace."""
-    return config.model_dump(mode="json", exclude={"salt", "config_file", "engine"})
+    dumped = config.model_dump(mode="json", exclude={"salt", "config_file", "engine"})
+    if config.signing_key is not None:  # the socket is between the two processes alone
+        dumped["signing_key"] = config.signing_key.get_secret_value()
+    return dumped
 
 
 class _Service:
@@ -283,8 +275,11 @@ class _Service:
         self._channel = channel
         self._cache = cache
         self._loop = loop
-        self._desk = Desk(cache, loop, lambda event: channel.send(_pack_event(event)))
+        self._desk = Desk(cache, loop, self._send)
         self._ended = threading.Event()
+
+    def _send(self, event: Event, weights: int) -> None:
+        self._channel.send({**pack_event(event), "weights": weights})
 
     def watch(self, parent: int) -> None:
         """Report metrics until the end, and end when the parent has."""
@@ -295,7 +290,7 @@ class _Service:
                 self._channel.stop_receiving()
 
     def _send_stats(self) -> None:
-        self._cache.stats()
+        self._cache.gauges.update()
         data = self._cache.statistics.drain()
         if data:
             self._channel.send({"kind": "stats", "data": data})
@@ -321,9 +316,13 @@ class _Service:
                 self._desk.reserve(ticket, message["identifier"], message["nbytes"])
             case "filled":
                 meta = ItemMeta(**message["meta"])
-                self._desk.filled(ticket, _spec(message["spec"]), meta)
+                self._desk.filled(ticket, unpack_spec(message["spec"]), meta)
             case "release":
                 self._desk.release(ticket)
+            case "suspend":
+                self._desk.suspend()
+            case "resume":
+                self._desk.resume(message["weight_version"])
 
     def end(self, timeout: float) -> None:
         """Flush, report, stop."""

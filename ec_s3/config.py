@@ -7,10 +7,7 @@ those stay in the AWS chain. Reads files only through `sources`.
 
 from __future__ import annotations
 
-import difflib
-import logging
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -32,16 +29,16 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ec_s3 import sources
+from ec_s3 import complaints, sources
 from ec_s3.errors import ConfigError
+from ec_s3.signing import parse_keys
 from ec_s3.url import DirectoryLocation, S3Location, S3Options, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ec_s3.signing import Keyring
     from ec_s3.sources import Located
-
-logger = logging.getLogger(__name__)
 
 _MIN_HOST_BYTES = 256 << 10
 _MIN_DISK_BYTES = 1 << 20
@@ -198,6 +195,30 @@ class ECConfig(BaseSettings):
         min_length=1,
         description="Secret that separates deployments or tenants; stored only as an HMAC.",
     )
+    signing_key: SecretStr | None = Field(
+        default=None,
+        description="Keys that sign objects, each `id:hex`, with commas between: the first signs,"
+        " all are accepted, and what none of them has signed is a miss. Not for vLLM's own options,"
+        " which vLLM logs.",
+    )
+    signing_key_file: LocalPath = Field(
+        default=None, description="File with such keys, one a line, in place of `signing_key`."
+    )
+    require_binding: Switch = Field(
+        default=False,
+        description="Let a request that carries its media take only objects that name the input"
+        " they were made from.",
+    )
+    persist_client_uuids: Switch = Field(
+        default=False,
+        description="Also keep outputs for identifiers that do not look like a hash of the content,"
+        " but were chosen by a client.",
+    )
+    salted_requests: Switch = Field(
+        default=False,
+        description="Also serve requests that carry a `cache_salt`, each salt with items of its"
+        " own.",
+    )
     engine: Literal["thread", "process"] = Field(
         default="thread",
         description="Run the engine on a thread of the scheduler's process or in its own process.",
@@ -211,7 +232,7 @@ class ECConfig(BaseSettings):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise _config_error(error) from None
+                raise complaints.wrapped_error(error) from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> Self:
@@ -251,6 +272,23 @@ class ECConfig(BaseSettings):
             max_connections=max(_MIN_CONNECTIONS, self.max_fetches + self.max_uploads),
         )
 
+    def keyring(self) -> Keyring | None:
+        """The keys that sign objects and are accepted; None when objects are not signed.
+
+        Raises:
+            ConfigError: the keys cannot be read or used, or are given twice.
+        """
+        key, path = self.signing_key, self.signing_key_file
+        if key is not None and path is not None:
+            raise ConfigError("signing_key: signing_key_file is set as well; keep one of the two")
+        name = "signing_key" if path is None else "signing_key_file"
+        try:
+            if path is not None:
+                return parse_keys(sources.read_keys(path))
+            return None if key is None else parse_keys(key.get_secret_value())
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -276,15 +314,16 @@ class ECConfig(BaseSettings):
         """Drop or refuse what is no setting, validate the rest, remember the sources."""
         known = {name: item for name, item in located.items() if name in cls.model_fields}
         unknown = {name: item for name, item in located.items() if name not in known}
-        _refuse_credentials(unknown)
+        complaints.refuse_credentials(unknown)
         try:
             config = handler({name: item.value for name, item in known.items()})
             config.s3_options()  # its checks span several settings
+            config.keyring()  # a key that is not there must not be found out by the first object
         except ValidationError as error:
-            raise ConfigError(_describe(error, known)) from None
+            raise ConfigError(complaints.describe(error, known)) from None
         except ConfigError as error:
-            raise ConfigError(_locate(str(error), known)) from None
-        _report_unknown(unknown, known=tuple(cls.model_fields), strict=config.strict)
+            raise ConfigError(complaints.locate(str(error), known)) from None
+        complaints.report_unknown(unknown, known=tuple(cls.model_fields), strict=config.strict)
         config._sources = {  # noqa: SLF001  a constructor in all but name
             name: item.source for name, item in known.items()
         }
@@ -296,73 +335,3 @@ class ECConfig(BaseSettings):
         if value is not None:
             parse_url(value)
         return value
-
-
-def _refuse_credentials(unknown: Mapping[str, Located]) -> None:
-    for name, item in unknown.items():
-        if sources.is_credential(name):
-            raise ConfigError(
-                f"{name}=<hidden> ({item.source}): credentials are not settings of ec_s3; give "
-                "them to the AWS chain (AWS_* variables, a profile, a role)"
-            )
-
-
-def _report_unknown(
-    unknown: Mapping[str, Located], *, known: tuple[str, ...], strict: bool
-) -> None:
-    for name, item in sorted(unknown.items()):
-        hint = _nearest(name, known)
-        if strict:
-            raise ConfigError(f"{name} ({item.source}): no such setting{hint}; correct or drop it")
-        logger.warning("unknown setting dropped: %s (%s)%s", name, item.source, hint)
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    theirs = {text.partition(" ")[0]: ours for ours, text in sources.LMCACHE_NAMES.items()}
-    found = difflib.get_close_matches(name, [*known, *theirs], n=1)
-    return f"; did you mean {theirs.get(found[0], found[0])}?" if found else ""
-
-
-def _describe(error: ValidationError, known: Mapping[str, Located]) -> str:
-    """One line per bad value: key, value, source, remedy."""
-    lines = []
-    for detail in error.errors(include_url=False):
-        cause = str(detail.get("ctx", {}).get("error", detail["msg"]))
-        name = str(detail["loc"][0])
-        lines.append(_locate(f"{name}: {cause.removeprefix(f'{name}: ')}", known))
-    return "; ".join(lines)
-
-
-def _locate(message: str, known: Mapping[str, Located]) -> str:
-    """Add value and source to a message of the form `setting: what is wrong`."""
-    name, _, remedy = message.partition(": ")
-    if name not in known:
-        return message
-    item = known[name]
-    hint = _size_hint(name, item.value)
-    return f"{name}={_shown(name, item.value)} ({item.source}): {remedy}{hint}"
-
-
-def _shown(name: str, value: object) -> str:
-    """A value as an error may show it, without what is or might hold a secret."""
-    if name == "salt" or (name == "url" and "@" in str(value)):
-        return "<hidden>"
-    if name == "url" and isinstance(value, str):
-        return repr(re.sub(r"[?#].*", "?<hidden>", value))
-    return repr(value)
-
-
-def _size_hint(name: str, value: object) -> str:
-    """For those used to sizes in GB."""
-    if not name.endswith("_size") or not isinstance(value, int | float) or isinstance(value, bool):
-        return ""
-    return f"; a bare number is bytes, write '{value:g}GiB' for GiB" if value < 4096 else ""
-
-
-def _config_error(error: ValidationError) -> ConfigError:
-    """The `ConfigError` that pydantic has wrapped."""
-    for detail in error.errors(include_url=False):
-        cause = detail.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            return cause
-    return ConfigError(str(error))

@@ -83,6 +83,7 @@ class DirectoryStore:
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         """Read a file or a range of it."""
         opened = await self._run("get", key, lambda folder, _: folder.open(key), undo=_close)
@@ -92,6 +93,8 @@ class DirectoryStore:
         try:
             if if_match is not None and info.etag != if_match:
                 raise _changed(key)
+            if info.etag == if_none_match:
+                return GetResult(memoryview(b""), start, info)
             rest = max(0, info.size - start)
             count = rest if length is None else max(0, min(rest, length))
             view = into(count)[:count]

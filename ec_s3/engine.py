@@ -16,24 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
 from ec_s3 import __version__, deletion
-from ec_s3.buffers import BufferPool
 from ec_s3.cancellation import run_to_end
 from ec_s3.errors import ClosedError, RemoteError, RemoteTimeoutError
-from ec_s3.fetch import Fetcher, Miss, PrivateItem
+from ec_s3.fetch import Miss, PrivateItem
 from ec_s3.gauges import TierGauges
-from ec_s3.guard import GuardedStore, connect_all
+from ec_s3.governor import Governor
+from ec_s3.guard import connect_all
 from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
 from ec_s3.pages import Slab
-from ec_s3.policy import Breaker, TokenBucket
 from ec_s3.presence import Presence, Refused
 from ec_s3.reader import ANYTHING, Reader, Tiers
 from ec_s3.remote import open_disk, open_store
 from ec_s3.staging import Stager
 from ec_s3.tensors import copy_out
 from ec_s3.types import DeleteReport, FlushReport, ItemMeta, Tier
-from ec_s3.uploads import Upload, UploadQueue, UploadTargets
 from ec_s3.wire import FORMAT_VERSION
+from ec_s3.wiring import first_pages, guard, make_fetcher, make_queue
 from ec_s3.writeback import DiskWriteback
 
 if TYPE_CHECKING:
@@ -46,10 +45,8 @@ if TYPE_CHECKING:
     from ec_s3.local import Lease
     from ec_s3.store import Store
     from ec_s3.types import Expectation
+    from ec_s3.uploads import Upload, UploadQueue
 
-POOL_BYTES = 256 << 20  # idle buffers kept: as much as the reads in flight can use at once
-FIRST_PAGES_BYTES = 64 << 20
-FIRST_PAGES_SECONDS = 1.0
 ENCODERS = 2  # threads; of their own, so that a fetch never waits behind an upload's compression
 STORE_CLOSE_SECONDS = 1.0
 
@@ -78,36 +75,34 @@ class EncoderCache:
         facts: Mapping[str, object] | None = None,
     ) -> None:
         self.config = config
-        self.namespace = namespace
         self.statistics = Stats()
+        self._keyring = config.keyring()
         self._given = (store, disk)
         self._facts = dict(facts or {})
         self._owns_slab = slab is None
         self._slab = slab if slab is not None else Slab.create(config.max_local_cpu_size)
         self.tier = LocalTier(self._slab)
+        self.governor = Governor(namespace, tier=self.tier, stats=self.statistics)
+        self.gate = self.governor.gate
         self._clock = time.monotonic
         self._presence = Presence(
             positive_ttl=config.positive_ttl, negative_ttl=config.negative_ttl
         )
         self._refused = Refused()
-        self._gauges = TierGauges(self.tier, self._slab, self.statistics)
+        self.gauges = TierGauges(self.tier, self._slab, self.statistics)
         self._closed = False
         self._remote: Store | None = None
         self._disk: Store | None = None
         self._queue: UploadQueue | None = None
         self._writeback: DiskWriteback | None = None
         self._reader: Reader | None = None
-        self._stager = Stager(config, namespace, tier=self.tier, stats=self.statistics)
+        self._stager = Stager(config, self.gate, tier=self.tier, stats=self.statistics)
         self._executor = ThreadPoolExecutor(
             max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="ec_s3-codec"
         )
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="ec_s3-encode")
-        self._fetcher = Fetcher(
-            tier=self.tier,
-            namespace=namespace,
-            pool=BufferPool(POOL_BYTES),
-            executor=self._executor,
-            max_tensor_bytes=config.max_item_size,
+        self._fetcher = make_fetcher(
+            config, tier=self.tier, executor=self._executor, keyring=self._keyring
         )
 
     @classmethod
@@ -141,11 +136,21 @@ class EncoderCache:
         self.statistics.set("info", 1, version=__version__, wire=str(FORMAT_VERSION))
         self._reader = self._make_reader()
         if self._remote is not None or self._disk is not None:
-            self._queue = self._make_queue()
+            self._queue = make_queue(
+                self.config,
+                self.gate,
+                tiers=self._reader.tiers,
+                facts=self._facts,
+                executor=self._encoders,
+                stats=self.statistics,
+                clock=self._clock,
+                keyring=self._keyring,
+            )
             self._stager.uploads = True
+        self.governor.start(self._reader, self._queue)
         if self._owns_slab:
             threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
-            await self._first_pages()
+            await first_pages(self._slab)
 
     def _open_stores(self) -> None:
         store, disk = self._given
@@ -153,20 +158,14 @@ class EncoderCache:
             store = open_store(self.config)
         self._disk = disk if disk is not None else open_disk(self.config)
         if store is not None:
-            self._remote = GuardedStore(
-                store,
-                breaker=Breaker(),
-                stats=self.statistics,
-                max_reads=self.config.max_fetches,
-                clock=self._clock,
-            )
+            self._remote = guard(self.config, store, stats=self.statistics, clock=self._clock)
         if self._disk is not None:
             self._writeback = DiskWriteback(self._disk, self.statistics)
 
     def _make_reader(self) -> Reader:
         return Reader(
             self.config,
-            self.namespace,
+            self.gate,
             tiers=Tiers(
                 local=self.tier,
                 disk=self._disk,
@@ -180,43 +179,17 @@ class EncoderCache:
             clock=self._clock,
         )
 
-    def _make_queue(self) -> UploadQueue:
-        config = self.config
-        bucket = TokenBucket(config.upload_rate) if config.upload_rate else None
-        return UploadQueue(
-            tier=self.tier,
-            namespace=self.namespace,
-            targets=UploadTargets(
-                remote=self._remote,
-                disk=self._disk,
-                presence=self._presence,
-                refused=self._refused,
-                admit_bytes=lambda n: bucket.take(n, now=self._clock()) if bucket else 0.0,
-                manifest=lambda: self.namespace.manifest(self._facts),
-            ),
-            executor=self._encoders,
-            stats=self.statistics,
-            max_items=config.upload_queue_items,
-            max_bytes=config.upload_queue_size,
-            workers=config.max_uploads,
-            level=config.compression_level,
-            clock=self._clock,
-            wall_clock=time.time,
-        )
-
-    async def _first_pages(self) -> None:
-        """Let the first puts find room: the first pages take milliseconds to populate."""
-        wanted = min(self._slab.nbytes, FIRST_PAGES_BYTES)
-        give_up = self._clock() + FIRST_PAGES_SECONDS
-        while self._slab.populated_bytes < wanted and self._clock() < give_up:  # noqa: ASYNC110 a plain thread populates
-            await asyncio.sleep(0.002)
-
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def namespace(self) -> Namespace:
+        """That of the weights in use."""
+        return self.gate.now.namespace
 
     def key_of(self, identifier: str) -> str:
         """The object key of an identifier."""
@@ -227,10 +200,16 @@ class EncoderCache:
         """Whether items go anywhere beyond the host tier."""
         return self._queue is not None
 
-    def count_local_hit(self) -> None:
+    def count_local_hit(self, meta: ItemMeta) -> None:
         """Count a hit that a caller found in the host tier by himself; any thread."""
         self.statistics.add("queries")
         self.statistics.add("hits", tier=Tier.LOCAL)
+        if meta.encode_seconds:
+            self.statistics.add("saved_encoder_seconds", meta.encode_seconds)
+
+    def is_known_shared(self, key: str) -> bool:
+        """Whether the bucket holds an object as far as is known; sends nothing. Any thread."""
+        return self._presence.holds(key, now=self._clock())
 
     async def is_shared(self, identifier: str) -> bool:
         """Whether the bucket holds the item, or will: its upload is under way.
@@ -337,7 +316,8 @@ class EncoderCache:
         """Take a tensor: copied before the call returns, uploaded in the background.
 
         Returns:
-            False only when there is no room for it now.
+            False when there is no room for it now, or it may not be kept: while suspended or
+            switched off, or as it was deleted lately.
         """
         upload = await run_to_end(
             self._executor, self.stage, identifier, tensor, meta or ItemMeta()
@@ -356,6 +336,26 @@ class EncoderCache:
         keys = [self.key_of(identifier) for identifier in identifiers]
         return await deletion.delete(keys, tiers=reader.tiers, reader=reader, queue=self._queue)
 
+    # -- changing the weights --------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Serve and keep nothing until `resume`; returns at once. Any thread, idempotent."""
+        _ = self.reader  # ClosedError, if so
+        self.governor.suspend()
+
+    def resume(self, *, weight_version: str) -> None:
+        """Go on with the weights of this name; returns at once. Any thread, idempotent.
+
+        Nothing that was made before is served or written under the new name; of items of other
+        weights, those in host memory are dropped, and so are the uploads that are pending.
+
+        Args:
+            weight_version: a name of the weights, the same in every process that has the same
+                ones, and never that of others; empty for those of the checkpoint.
+        """
+        _ = self.reader
+        self.governor.resume(weight_version)
+
     # -- the end ---------------------------------------------------------------------------
 
     async def flush(self, timeout: float | None = None) -> FlushReport:
@@ -365,7 +365,7 @@ class EncoderCache:
 
     def stats(self) -> dict[str, float]:
         """All counters and gauges, flat: `hits_local`, `misses_absent`, ... Any thread."""
-        self._gauges.update()
+        self.gauges.update()
         return self.statistics.snapshot()
 
     async def close(self, timeout: float | None = None) -> FlushReport:
@@ -379,6 +379,7 @@ class EncoderCache:
         limit = self.config.flush_timeout if timeout is None else timeout
         report = FlushReport()
         try:
+            await self.governor.close()
             if self._queue is not None:
                 report = await self._queue.close(limit)
             if self._reader is not None:

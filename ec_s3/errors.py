@@ -10,6 +10,8 @@ ECS3Error
 │   ├── FrameChecksumError                bytes that do not match their digest
 │   ├── FrameHeaderError                  a header that contradicts itself or its schema
 │   ├── FrameMismatchError                a valid object, but not the one asked for
+│   ├── FrameUnsignedError                not signed with a key that the reader accepts
+│   ├── FrameStaleError                   made before the time from which objects count
 │   └── FrameTooLargeError                declares more than the reader's cap
 ├── RemoteError                           a store's failure: .operation .key .retryable
 │   ├── RemoteTimeoutError (TimeoutError)
@@ -17,6 +19,7 @@ ECS3Error
 │   ├── RemoteDeniedError (PermissionError)
 │   ├── RemoteUnavailableError (ConnectionError)
 │   └── RemoteChangedError                the object changed between two reads of it
+├── ControlError (ValueError)             no control document of this version
 ├── CapacityError                         larger than the host tier can ever hold
 └── ClosedError (RuntimeError)            used after close()
 
@@ -72,6 +75,18 @@ class FrameMismatchError(FrameError):
     reason = "mismatch"
 
 
+class FrameUnsignedError(FrameError):
+    """The object carries no signature by a key that the reader accepts."""
+
+    reason = "unsigned"
+
+
+class FrameStaleError(FrameError):
+    """The object was made before the time from which objects count."""
+
+    reason = "stale"
+
+
 class FrameTooLargeError(FrameError):
     """The object declares more bytes than the reader's cap allows."""
 
@@ -125,6 +140,10 @@ class RemoteChangedError(RemoteError):
     """The object was replaced between two ranged reads of it."""
 
     reason = "changed"
+
+
+class ControlError(ECS3Error, ValueError):
+    """What lies in the place of a control document is none that this release reads."""
 
 
 class CapacityError(ECS3Error):

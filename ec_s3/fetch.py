@@ -8,24 +8,32 @@ them any more, also after a cancellation.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import numpy as np
 
+from ec_s3.buffers import Body
 from ec_s3.cancellation import all_or_cancel, run_to_end
-from ec_s3.errors import CapacityError, FrameError, FrameTruncatedError, RemoteChangedError
+from ec_s3.errors import (
+    CapacityError,
+    FrameError,
+    FrameStaleError,
+    FrameTruncatedError,
+    RemoteChangedError,
+)
+from ec_s3.keys import parse_key
 from ec_s3.types import Expectation, ItemMeta, MissReason, TensorSpec
 from ec_s3.wire import decode_chunk, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from concurrent.futures import Executor
 
     from ec_s3.buffers import BufferPool
-    from ec_s3.keys import Namespace
     from ec_s3.local import Lease, LocalTier, Reservation
+    from ec_s3.metrics import Stats
+    from ec_s3.signing import Keyring
     from ec_s3.store import GetResult, Store
     from ec_s3.types import Extent
     from ec_s3.wire import Header
@@ -50,6 +58,10 @@ class Miss:
 
     reason: MissReason
     etag: str = ""
+
+
+OVERSIZED = Miss(MissReason.TOO_LARGE)
+"""A good object whose item the host tier can never hold; told apart by identity."""
 
 
 @dataclass(slots=True)
@@ -95,64 +107,6 @@ class Keeper(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Body:
-    """The stored bytes of one object, in pooled buffers, while they are needed."""
-
-    pool: BufferPool
-    lent: list[memoryview] = field(default_factory=list)
-    parts: list[memoryview] = field(default_factory=list)
-
-    def take(self, nbytes: int) -> memoryview:
-        """A buffer of that size, owned until given back."""
-        view = self.pool.take(nbytes)
-        self.lent.append(view)
-        return self.part(view[:])
-
-    def part(self, view: memoryview) -> memoryview:
-        """Remember a view of a buffer of this body: released before its buffer is given back.
-
-        The pool cannot use a buffer again that anybody still has a view of.
-        """
-        self.parts.append(view)
-        return view
-
-    def give_back(self, view: memoryview) -> None:
-        """Return the buffer behind a view early, and release what was made a part of it."""
-        owner = view.obj
-        ended = [part for part in self.parts if part.obj is owner]
-        self.parts = [part for part in self.parts if part.obj is not owner]
-        _release(ended)
-        for lent in [lent for lent in self.lent if lent.obj is owner]:
-            self.lent.remove(lent)
-            self.pool.give(lent)
-
-    def hand_over(self) -> Body:
-        """A new owner of all buffers; this one owns none any more."""
-        heir = Body(self.pool, self.lent, self.parts)
-        self.lent, self.parts = [], []
-        return heir
-
-    def close(self) -> None:
-        """Give every buffer back; idempotent."""
-        _release(self.parts)
-        self.parts = []
-        while self.lent:
-            self.pool.give(self.lent.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _release(views: Iterable[memoryview]) -> None:
-    for view in views:
-        with contextlib.suppress(BufferError):  # the traceback of a failure may hold on to it
-            view.release()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One object being read: from where, into what."""
@@ -161,41 +115,62 @@ class _Job:
     key: str
     body: Body
     keep: Keeper | None
+    stats: Stats | None
 
     async def read(self, start: int, length: int, etag: str | None) -> GetResult | None:
+        asked = arrived = time.monotonic()
+
+        def into(nbytes: int) -> memoryview:
+            nonlocal arrived
+            arrived = time.monotonic()  # the answer's header is here
+            return self.body.take(nbytes)
+
         result = await self.store.get(
-            self.key, into=self.body.take, start=start, length=length, if_match=etag
+            self.key, into=into, start=start, length=length, if_match=etag
         )
         if result is not None:
             self.body.part(result.body)
+            self._read(asked, arrived, len(result.body))
         return result
+
+    def _read(self, asked: float, arrived: float, nbytes: int) -> None:
+        if self.stats is not None:
+            self.stats.observe("fetch_seconds", arrived - asked, phase="first_byte")
+            self.stats.observe("fetch_seconds", time.monotonic() - arrived, phase="body")
+            self.stats.add("download_bytes", nbytes, kind="stored")
+
+    async def decode(self, executor: Executor, *work: object) -> None:
+        started = time.monotonic()
+        await run_to_end(executor, _decode, *work)
+        if self.stats is not None:
+            self.stats.observe("fetch_seconds", time.monotonic() - started, phase="decode")
 
 
 class Fetcher:
-    """Reads objects of one namespace into a host tier.
+    """Reads objects into a host tier.
 
     Args:
         tier: where decoded items go.
-        namespace: what objects must belong to.
         pool: recycled buffers for stored bytes.
         executor: codec threads.
         max_tensor_bytes: largest item that is accepted.
+        keyring: the keys that must have signed an object; None accepts any.
     """
 
     def __init__(
         self,
         *,
         tier: LocalTier,
-        namespace: Namespace,
         pool: BufferPool,
         executor: Executor,
         max_tensor_bytes: int,
+        keyring: Keyring | None = None,
     ) -> None:
         self._tier = tier
-        self._namespace = namespace
         self._pool = pool
         self._executor = executor
         self._max_tensor_bytes = max_tensor_bytes
+        self._keyring = keyring
 
     async def fetch(
         self,
@@ -204,14 +179,21 @@ class Fetcher:
         identifier: str,
         *,
         keep: Keeper | None = None,
+        stats: Stats | None = None,
+        valid_after: float = 0.0,
+        resident: bool = False,
     ) -> Lease | PrivateItem | Miss:
         """Read, check and decode one object.
 
         Args:
             store: the tier to read from.
-            key: object key.
+            key: object key; names the namespace that the object must belong to.
             identifier: whose tensor it must be.
             keep: gets the whole stored object once it has been accepted.
+            stats: where the phases and the bytes are counted; None counts nothing.
+            valid_after: objects made before this time are refused; seconds since the epoch.
+            resident: refuse an item that the host tier can never hold, before the rest of it is
+                read; without it, it is read into private memory.
 
         Returns:
             The leased item, or why there is none.
@@ -221,16 +203,18 @@ class Fetcher:
         """
         etag = ""
         with Body(self._pool) as body:
-            job = _Job(store=store, key=key, body=body, keep=keep)
+            job = _Job(store=store, key=key, body=body, keep=keep, stats=stats)
             try:
                 first = await job.read(0, RANGE_BYTES, None)
                 if first is None:
                     return Miss(MissReason.ABSENT)
                 etag = first.info.etag
-                header = self._accept(first, identifier)
-                sink = self._reserve(key, header)
-                if sink is None:
-                    return Miss(MissReason.NO_ROOM)
+                header = self._accept(key, first, identifier)
+                if header.created < valid_after:
+                    raise FrameStaleError("the object was made before the time that counts")
+                sink = self._reserve(key, header, resident=resident)
+                if isinstance(sink, Miss):
+                    return sink
                 with sink:
                     await self._fill_and_keep(job, first, header=header, sink=sink)
                     return sink.commit(header.spec, header.meta, dirty=False)
@@ -251,12 +235,15 @@ class Fetcher:
         if kept is not None:
             kept.take(job.key, stored, job.body.hand_over(), nbytes=nbytes)
 
-    def _accept(self, first: GetResult, identifier: str) -> Header:
-        header = read_header(first.body, max_tensor_bytes=self._max_tensor_bytes)
+    def _accept(self, key: str, first: GetResult, identifier: str) -> Header:
+        expected = parse_key(key)
+        header = read_header(
+            first.body, max_tensor_bytes=self._max_tensor_bytes, keyring=self._keyring
+        )
         header.check(
             identifier=identifier,
-            namespace=self._namespace.id,
-            expect=Expectation(dtype=self._namespace.dtype),
+            namespace=expected.namespace,
+            expect=Expectation(dtype=expected.dtype),
         )
         if header.object_bytes != first.info.size:
             raise FrameTruncatedError(
@@ -264,10 +251,14 @@ class Fetcher:
             )
         return header
 
-    def _reserve(self, key: str, header: Header) -> Reservation | _PrivateSink | None:
+    def _reserve(
+        self, key: str, header: Header, *, resident: bool
+    ) -> Reservation | _PrivateSink | Miss:
         try:
-            return self._tier.reserve(key, header.tensor_bytes)
+            return self._tier.reserve(key, header.tensor_bytes) or Miss(MissReason.NO_ROOM)
         except CapacityError:
+            if resident:
+                return OVERSIZED
             return _PrivateSink(key, header.tensor_bytes)
 
     async def _fill(
@@ -302,15 +293,13 @@ class Fetcher:
                     )
                 if len(part.body) != length:
                     raise FrameTruncatedError("the object shrank while it was read")
-                await run_to_end(self._executor, _decode, header, group, start, part.body, sink)
+                await job.decode(self._executor, header, group, start, part.body, sink)
                 if keep:
                     stored[slot] = part.body
                 else:
                     job.body.give_back(part.body)  # inside the gate, which bounds what is held
 
-        decode_first = run_to_end(
-            self._executor, _decode, header, range(whole), 0, first.body, sink
-        )
+        decode_first = job.decode(self._executor, header, range(whole), 0, first.body, sink)
         await all_or_cancel([decode_first, *(rest(i + 1, g) for i, g in enumerate(groups))])
         return stored
 

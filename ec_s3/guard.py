@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from ec_s3.errors import RemoteError, RemoteTimeoutError, RemoteUnavailableError
+from ec_s3.quiet import Quiet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -69,6 +70,8 @@ class GuardedStore:
         self._reads = asyncio.Semaphore(max_reads)
         self._clock = clock
         self._last_failure = "no failure yet"
+        self._quiet = Quiet(clock)
+        self._was_open = False
 
     async def _call(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
         if not self._breaker.allow(self._clock()):
@@ -83,6 +86,7 @@ class GuardedStore:
             result = await call()
         except RemoteError as error:
             self._count(operation, error.reason, started)
+            self._complain(error)
             if isinstance(error, RemoteTimeoutError | RemoteUnavailableError):
                 self._last_failure = str(error)
                 self._breaker.failure(self._clock())
@@ -100,7 +104,23 @@ class GuardedStore:
             self._breaker.success()
             return result
         finally:
-            self._stats.set("breaker_open", float(self._breaker.is_open))
+            self._note_breaker()
+
+    def _complain(self, error: RemoteError) -> None:
+        """Log a failed request, sparingly; errors carry no secret."""
+        more = self._quiet.due((error.operation, error.reason))
+        if more is not None:
+            alike = f" ({more} more like it since the last such line)" if more else ""
+            logger.warning("a request to the bucket failed: %s%s", error, alike)
+
+    def _note_breaker(self) -> None:
+        is_open = self._breaker.is_open
+        self._stats.set("breaker_open", float(is_open))
+        if is_open and not self._was_open:
+            logger.warning("the bucket is left alone until it answers: %s", self._last_failure)
+        elif self._was_open and not is_open:
+            logger.warning("the bucket answers again")
+        self._was_open = is_open
 
     def _count(self, operation: str, outcome: str, started: float) -> None:
         self._stats.add("remote_requests", op=operation, outcome=outcome)
@@ -114,6 +134,7 @@ class GuardedStore:
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         """See `Store.get`."""
         async with self._reads:
@@ -121,7 +142,12 @@ class GuardedStore:
                 "get",
                 key,
                 lambda: self._store.get(
-                    key, into=into, start=start, length=length, if_match=if_match
+                    key,
+                    into=into,
+                    start=start,
+                    length=length,
+                    if_match=if_match,
+                    if_none_match=if_none_match,
                 ),
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +25,7 @@ from ec_s3.errors import (
     FrameMismatchError,
     FrameTooLargeError,
     FrameTruncatedError,
+    FrameUnsignedError,
     FrameVersionError,
 )
 from ec_s3.types import DTYPE_BYTES, ItemMeta, TensorSpec
@@ -31,6 +33,7 @@ from ec_s3.types import DTYPE_BYTES, ItemMeta, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ec_s3.signing import Keyring
     from ec_s3.types import Expectation
 
 FORMAT_VERSION = 1
@@ -62,9 +65,6 @@ MAX_HEAD_BYTES = _PREFIX_BYTES + MAX_HEADER_BYTES + DIGEST_BYTES
 _LEAD = _PREFIX.pack(_SKIPPABLE_MAGIC, 0, _MAGIC, 0, 0)
 _MAX_TEXT_CHARS = 1024
 _MAX_SECONDS = 1e12
-RESERVED_FIELDS = ("input_digest", "mac", "key_id")
-"""Fields that this version writes as null and, when reading, allows any short text in."""
-
 _FIELDS = frozenset(
     {
         "chunk_bytes",
@@ -73,12 +73,14 @@ _FIELDS = frozenset(
         "dtype",
         "encode_seconds",
         "identifier",
+        "input_digest",
+        "key_id",
         "layout",
+        "mac",
         "namespace",
         "placeholder",
         "shape",
         "writer",
-        *RESERVED_FIELDS,
     }
 )
 
@@ -109,6 +111,8 @@ class Header:
         chunks: the chunks in order.
         created: seconds since the epoch, by the writer's clock.
         writer: name and version of the writing program.
+        key_id: the key that it says it was signed with, empty for none. Proves nothing unless
+            the header was read with a keyring.
         header_bytes: offset of the first chunk in the object.
         object_bytes: size of the whole object; the reader compares it with what is stored.
         offsets: where each chunk starts in the object, and where the last one ends.
@@ -122,6 +126,7 @@ class Header:
     chunks: tuple[Chunk, ...]
     created: float
     writer: str
+    key_id: str
     header_bytes: int
     object_bytes: int
     offsets: tuple[int, ...]
@@ -164,12 +169,13 @@ def extent(spec: TensorSpec) -> int:
     return math.prod(max(size, 1) for size in spec.shape) * DTYPE_BYTES[spec.dtype]
 
 
-def read_header(head: Buffer, *, max_tensor_bytes: int) -> Header:
+def read_header(head: Buffer, *, max_tensor_bytes: int, keyring: Keyring | None = None) -> Header:
     """Parse and check the header at the start of an object.
 
     Args:
         head: the object's first bytes, header included; more of them do no harm.
         max_tensor_bytes: largest tensor that the reader takes.
+        keyring: the keys that must have signed it; None takes any header, signed or not.
 
     Raises:
         FrameTruncatedError: `head` ends before the header does.
@@ -177,6 +183,7 @@ def read_header(head: Buffer, *, max_tensor_bytes: int) -> Header:
         FrameVersionError: a version that this release does not read.
         FrameTooLargeError: the tensor is larger than the cap.
         FrameChecksumError: the header is damaged.
+        FrameUnsignedError: no key of the keyring has signed the header as it is.
         FrameHeaderError: the header breaks its schema or contradicts itself.
     """
     view = memoryview(head)
@@ -188,15 +195,33 @@ def read_header(head: Buffer, *, max_tensor_bytes: int) -> Header:
     if digest(view[:end]) != bytes(view[end:header_bytes]):
         raise FrameChecksumError("the header does not match its digest")
     fields = _load_json(bytes(view[_PREFIX_BYTES:end]))
+    if fields.keys() != _FIELDS:
+        raise FrameHeaderError("the header does not have exactly the fields of its version")
+    if keyring is not None:
+        _check_signature(fields, keyring)
     return _build_header(fields, header_bytes=header_bytes, max_tensor_bytes=max_tensor_bytes)
 
 
-def pack_header(fields: Mapping[str, object]) -> bytes:
+def pack_header(fields: Mapping[str, object], *, keyring: Keyring | None = None) -> bytes:
     """Lay out a header of the current version; `fields` is its JSON, not checked here.
+
+    With a keyring its first key signs the header.
 
     Raises:
         ValueError: `fields` is no JSON.
     """
+    body = _canonical(fields)
+    if keyring is not None:
+        # What is signed is what a reader gets: JSON makes texts of numbers that are names.
+        signed = {**_load_json(body), "key_id": keyring.signer, "mac": None}
+        body = _canonical({**signed, "mac": keyring.sign(_canonical(signed))})
+    skipped = _PREFIX_BYTES - 8 + len(body) + DIGEST_BYTES
+    head = _PREFIX.pack(_SKIPPABLE_MAGIC, skipped, _MAGIC, FORMAT_VERSION, len(body)) + body
+    return head + digest(head)
+
+
+def _canonical(fields: Mapping[str, object]) -> bytes:
+    """The one JSON of these fields."""
     try:
         # No ASCII escapes: an escaped pair of lone surrogates would read as one character.
         text = json.dumps(
@@ -204,10 +229,19 @@ def pack_header(fields: Mapping[str, object]) -> bytes:
         )
     except (TypeError, RecursionError) as error:
         raise ValueError(f"the item's metadata is no JSON: {error}") from error
-    body = text.encode("utf-8", "surrogatepass")
-    skipped = _PREFIX_BYTES - 8 + len(body) + DIGEST_BYTES
-    head = _PREFIX.pack(_SKIPPABLE_MAGIC, skipped, _MAGIC, FORMAT_VERSION, len(body)) + body
-    return head + digest(head)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _check_signature(fields: Mapping[str, object], keyring: Keyring) -> None:
+    mac, key_id = fields["mac"], fields["key_id"]
+    if type(mac) is not str or type(key_id) is not str:
+        raise FrameUnsignedError("the object is not signed")
+    try:
+        signed = _canonical({**fields, "mac": None})
+    except ValueError as error:  # a number out of range, which JSON can hold
+        raise FrameHeaderError(f"the header is no JSON: {error}") from error
+    if not keyring.accepts(signed, key_id=key_id, mac=mac):
+        raise FrameUnsignedError(f"the object is not signed by an accepted key: {key_id[:64]!r}")
 
 
 def _read_prefix(view: memoryview) -> int:
@@ -234,8 +268,8 @@ def _load_json(body: bytes) -> dict[str, object]:
         )
     except (ValueError, RecursionError) as error:
         raise FrameHeaderError(f"the header is no JSON: {error}") from error
-    if type(fields) is not dict or fields.keys() != _FIELDS:
-        raise FrameHeaderError("the header does not have exactly the fields of its version")
+    if type(fields) is not dict:
+        raise FrameHeaderError("the header is no object")
     return fields
 
 
@@ -256,7 +290,7 @@ def _build_header(
     """Check every field and the fields against each other."""
     spec = _read_spec(fields, max_tensor_bytes)
     chunks = _read_chunks(fields, spec.nbytes)
-    for name in RESERVED_FIELDS:
+    for name in ("mac", "key_id"):
         if fields[name] is not None:
             _text(fields, name, limit=_MAX_TEXT_CHARS)
     placeholder = fields["placeholder"]
@@ -266,6 +300,7 @@ def _build_header(
     meta = ItemMeta(
         encode_seconds=None if seconds is None else _number(fields, "encode_seconds"),
         placeholder=placeholder,
+        input_digest=_read_hex(fields, "input_digest", digits=64),
     )
     offsets = tuple(accumulate((chunk.stored for chunk in chunks), initial=header_bytes))
     return Header(
@@ -277,6 +312,7 @@ def _build_header(
         chunks=chunks,
         created=_number(fields, "created"),
         writer=_text(fields, "writer", limit=_MAX_TEXT_CHARS),
+        key_id=str(fields["key_id"] or ""),
         header_bytes=header_bytes,
         object_bytes=offsets[-1],
         offsets=offsets,
@@ -336,6 +372,16 @@ def _text(fields: Mapping[str, object], name: str, *, limit: int) -> str:
     value = fields[name]
     if type(value) is not str or len(value) > limit:
         raise FrameHeaderError(f"header field {name!r} is no text of at most {limit} characters")
+    return value
+
+
+def _read_hex(fields: Mapping[str, object], name: str, *, digits: int) -> str:
+    """So many lower-case hex digits; empty for null."""
+    value = fields[name]
+    if value is None:
+        return ""
+    if type(value) is not str or re.fullmatch(rf"[0-9a-f]{{{digits}}}", value) is None:
+        raise FrameHeaderError(f"header field {name!r} is neither null nor {digits} hex digits")
     return value
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 KEY_VERSION = 1
 """Version of the key scheme; separate from the version of the object format."""
 
+CONTROL_NAME = "control.json"
+"""Last part of a control document's key."""
+
 _SLUG_LENGTH = 64
 _SLUG = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?"
 _KEY = re.compile(
@@ -32,6 +35,7 @@ _KEY = re.compile(
 _REQUEST_LOCAL = re.compile(
     r".+-(?:(?:image|audio|video|prompt)(?:_embeds)?|vision_chunk)-[0-9]+", re.DOTALL
 )
+_CONTENT_HASH = re.compile(r"(?:.+:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 _SALT_CONTEXT = b"ec_s3 namespace salt"
 
 
@@ -51,6 +55,16 @@ class ParsedKey:
     dtype: str
     digest: str
 
+    @property
+    def namespace(self) -> str:
+        """`Namespace.id` of the namespace that the key belongs to."""
+        return f"{self.slug}-{self.fingerprint}/{self.dtype}"
+
+    @property
+    def control_key(self) -> str:
+        """`Namespace.control_key` of that namespace."""
+        return f"v{KEY_VERSION}/{self.slug}-{self.fingerprint}/{CONTROL_NAME}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
@@ -65,6 +79,7 @@ class Namespace:
         quantization: how the encoder's weights are quantised.
         weight_version: a name for the weights, changed by whoever changes them in place.
         adapter: fingerprint of the adapter's content.
+        hash_scheme: how identifiers are made of content; empty where that is the caller's matter.
         salt: secret that separates deployments; leaves the process only as an HMAC.
         fingerprint: 16 hex digits over all of them but dtype, and over `KEY_VERSION`.
         slug: the model's name as far as it fits into a key; for people only.
@@ -80,6 +95,7 @@ class Namespace:
     quantization: str = ""
     weight_version: str = ""
     adapter: str = ""
+    hash_scheme: str = ""
     salt: str = field(default="", repr=False)
     fingerprint: str = field(init=False, repr=False, compare=False)
     slug: str = field(init=False, repr=False, compare=False)
@@ -118,11 +134,14 @@ class Namespace:
     @property
     def control_key(self) -> str:
         """Key of the channel to running servers."""
-        return f"{self.prefix}/control.json"
+        return f"{self.prefix}/{CONTROL_NAME}"
 
     def object_key(self, identifier: str) -> str:
         """Key of an item: ASCII, under 1,024 bytes whatever the identifier is."""
-        digest = identifier_digest(identifier)
+        return self.digest_key(identifier_digest(identifier))
+
+    def digest_key(self, digest: str) -> str:
+        """Key of the item whose identifier has this digest."""
         return f"{self.prefix}/{self.dtype}/{digest[:2]}/{digest}"
 
     def manifest(self, extra: Mapping[str, object] | None = None) -> bytes:
@@ -149,7 +168,9 @@ class Namespace:
         return text.encode("utf-8", "surrogatepass") + b"\n"
 
     def _identity(self) -> dict[str, object]:
+        scheme = {"hash_scheme": self.hash_scheme} if self.hash_scheme else {}
         return {
+            **scheme,
             "adapter": self.adapter,
             "encoder_config": self.encoder_config,
             "key_version": KEY_VERSION,
@@ -186,6 +207,16 @@ def is_request_local(identifier: str) -> bool:
     stored. An identifier of that form that a client chose is not stored either.
     """
     return _REQUEST_LOCAL.fullmatch(identifier) is not None
+
+
+def looks_like_content_hash(identifier: str) -> bool:
+    """Whether an identifier has the form that vLLM gives to the hash of an item's content.
+
+    That is 64 hex digits (BLAKE3, SHA-256) or 128 (SHA-512), after `<adapter>:` where an adapter
+    changes the encoder. The form proves nothing: a client can choose such an identifier, and vLLM
+    hashes a client's identifier together with processor arguments.
+    """
+    return _CONTENT_HASH.fullmatch(identifier) is not None
 
 
 def _utf8(text: str) -> bytes:

@@ -1,42 +1,38 @@
 """The message-shaped port between a serving scheduler and the engine.
 
 The scheduler's side never waits: `want`, `reserve`, `filled` and `release` only hand a message
-over, answers come through `poll`. A *ticket* (a number that the scheduler chooses) stands for one
-hold on one item: a fetch under way, then a lease, or a reservation to be filled. `Ready` means
-that the bytes are in the slab, verified, and leased to the ticket until `release`.
+over, answers come through `poll`. `Ready` means that the bytes are in the slab, verified, and
+leased to the ticket until `release`.
 
 Two ports speak it: `ThreadPort` here, with the engine on a thread of this process, and
 `child.ProcessPort`, with the engine in a process of its own. Both pass
 `testing.port_conformance`.
-
-Locking: the desk's one lock guards its table of tickets; it is held for dictionary work only.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ec_s3.desk import Desk
 from ec_s3.engine import EncoderCache
-from ec_s3.errors import CapacityError, ClosedError, ECS3Error, RemoteError
-from ec_s3.fetch import Miss, PrivateItem
-from ec_s3.local import Lease, Reservation
+from ec_s3.errors import ClosedError
 from ec_s3.loop import LoopThread
-from ec_s3.types import Extent, FlushReport, ItemMeta, MissReason, TensorSpec
-from ec_s3.uploads import Upload
+from ec_s3.tickets import Absent, Event, Granted, Present, Ready, Want, outdated
+from ec_s3.types import FlushReport
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ec_s3.config import ECConfig
     from ec_s3.keys import Namespace
     from ec_s3.metrics import Data
     from ec_s3.pages import Slab
     from ec_s3.store import Store
+    from ec_s3.types import ItemMeta, TensorSpec
+
+__all__ = ["Absent", "EnginePort", "Event", "Granted", "Present", "Ready", "ThreadPort", "Want"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,62 +42,6 @@ CLOSE_GRACE = 5.0
 
 UNKNOWN = FlushReport(pending=1)
 """What is reported when nobody can say what was left behind: never complete."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """Bring an item into the slab and lease it to the ticket.
-
-    Attributes:
-        ticket: the scheduler's number for this hold.
-        identifier: the item.
-        save_nbytes: on absence, reserve this many bytes to save the item into; 0 for none.
-        probe: only find out whether the bucket holds the item (an encode-only producer).
-        fresh: do not believe a remembered "absent".
-    """
-
-    ticket: int
-    identifier: str
-    save_nbytes: int = 0
-    probe: bool = False
-    fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The item lies in the slab, leased to the ticket."""
-
-    ticket: int
-    spec: TensorSpec
-    extents: tuple[Extent, ...]
-    meta: ItemMeta = field(default_factory=ItemMeta)
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """There is no item; `extents` is the reservation that the want asked for, if it was granted."""
-
-    ticket: int
-    reason: MissReason
-    extents: tuple[Extent, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Present:
-    """Answer to a probe: the bucket holds the item. The ticket ends with it."""
-
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Answer to `reserve`: pages to fill, None when there is no room."""
-
-    ticket: int
-    extents: tuple[Extent, ...] | None
-
-
-Event = Ready | Absent | Present | Granted
 
 
 class EnginePort(Protocol):
@@ -132,6 +72,21 @@ class EnginePort(Protocol):
         """The answers since the last call."""
         ...
 
+    def suspend(self) -> None:
+        """The weights are about to be changed: serve and keep nothing until `resume`; idempotent.
+
+        No ticket becomes ready any more, nothing is reserved, and what was reserved before is
+        not kept when it is filled. Leases stay where they are until they are released.
+        """
+        ...
+
+    def resume(self, weight_version: str) -> None:
+        """Go on, with weights of this name; idempotent.
+
+        No ticket from before becomes ready any more, or keeps anything.
+        """
+        ...
+
     def drain_stats(self) -> Data:
         """Increments of the engine's metrics since the last call, for `metrics.Stats.merge`."""
         ...
@@ -144,170 +99,6 @@ class EnginePort(Protocol):
             the same, and all other calls do nothing then but end tickets.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    """A reservation, and for which item."""
-
-    reservation: Reservation
-    identifier: str
-
-
-_Holder = Lease | _Grant | None  # None: a want under way
-
-
-class Desk:
-    """The engine's side of a port: turns messages into engine calls, and results into events.
-
-    Its methods may be called from any thread; `emit` is called from the caller's thread and from
-    the engine's loop.
-    """
-
-    def __init__(
-        self, cache: EncoderCache, loop: LoopThread, emit: Callable[[Event], None]
-    ) -> None:
-        self._cache = cache
-        self._loop = loop
-        self._emit = emit
-        self._lock = threading.Lock()
-        self._holders: dict[int, _Holder] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-
-    def want(self, want: Want) -> None:
-        """See `EnginePort.want`. A host tier hit is answered before the call returns."""
-        key = self._cache.key_of(want.identifier)
-        lease = None if want.probe else self._cache.tier.lookup(key)
-        with self._lock:
-            self._holders[want.ticket] = lease
-        if lease is not None:
-            self._cache.count_local_hit()
-            self._emit(Ready(want.ticket, lease.spec, lease.extents, lease.meta))
-            return
-        try:
-            self._loop.post(self._start, want)
-        except ClosedError:
-            self._absent(want, MissReason.CLOSED)
-
-    def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
-        """See `EnginePort.reserve`; answered before the call returns."""
-        grant = self._grant(identifier, nbytes)
-        if grant is not None:
-            with self._lock:
-                self._holders[ticket] = grant
-        self._emit(Granted(ticket, None if grant is None else grant.reservation.extents))
-
-    def _grant(self, identifier: str, nbytes: int) -> _Grant | None:
-        if nbytes < 0:
-            return None
-        try:
-            reservation = self._cache.tier.reserve(self._cache.key_of(identifier), nbytes)
-        except CapacityError:
-            return None
-        return None if reservation is None else _Grant(reservation, identifier)
-
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
-        """See `EnginePort.filled`."""
-        with self._lock:
-            holder = self._holders.get(ticket)
-            if not isinstance(holder, _Grant):
-                return
-            del self._holders[ticket]
-        reservation = holder.reservation
-        if spec.nbytes != reservation.nbytes or spec.dtype != self._cache.namespace.dtype:
-            reservation.abort()
-            return
-        reservation.commit(spec, meta, dirty=self._cache.uploads).release()
-        try:
-            self._loop.post(self._cache.enqueue, Upload(reservation.key, holder.identifier))
-        except ClosedError:
-            logger.debug("an item was saved after the engine was closed")
-
-    def release(self, ticket: int) -> None:
-        """See `EnginePort.release`."""
-        with self._lock:
-            holder = self._holders.pop(ticket, None)
-            task = self._tasks.pop(ticket, None)
-        if isinstance(holder, Lease):
-            holder.release()
-        elif isinstance(holder, _Grant):
-            holder.reservation.abort()
-        if task is not None:
-            try:
-                self._loop.post(task.cancel)
-            except ClosedError:
-                logger.debug("a fetch was dropped after the engine was closed")
-
-    def _start(self, want: Want) -> None:
-        with self._lock:
-            if want.ticket not in self._holders:
-                return  # released before it started
-            task = self._loop.loop.create_task(self._serve(want))
-            self._tasks[want.ticket] = task
-
-    async def _serve(self, want: Want) -> None:
-        try:
-            if want.probe:
-                if want.fresh:
-                    key = self._cache.key_of(want.identifier)
-                    self._cache.reader.tiers.presence.forget_absence(key)
-                found = await self._cache.is_shared(want.identifier)
-                if found:
-                    self._end(want.ticket)
-                    self._emit(Present(want.ticket))
-                else:
-                    self._absent(want, MissReason.ABSENT)
-                return
-            item = await self._cache.reader.acquire(
-                want.identifier,
-                timeout=self._cache.config.metadata_timeout,
-                fresh=want.fresh,
-                linger=False,
-            )
-        except RemoteError as error:
-            self._absent(want, MissReason(error.reason))
-        except ECS3Error:
-            self._absent(want, MissReason.CLOSED)
-        except Exception:  # the port's outermost border: the scheduler must get an answer
-            self._cache.statistics.add("errors", where="engine")
-            logger.exception("a fetch failed unexpectedly")
-            self._absent(want, MissReason.FAILED)
-        else:
-            self._answer(want, item)
-
-    def _answer(self, want: Want, item: Lease | PrivateItem | Miss) -> None:
-        if isinstance(item, Miss):
-            self._absent(want, item.reason)
-        elif isinstance(item, PrivateItem):
-            self._absent(want, MissReason.TOO_LARGE)
-        elif self._hand(want.ticket, item):
-            self._emit(Ready(want.ticket, item.spec, item.extents, item.meta))
-        else:
-            item.release()
-
-    def _absent(self, want: Want, reason: MissReason) -> None:
-        grant = self._grant(want.identifier, want.save_nbytes) if want.save_nbytes else None
-        if grant is None:
-            self._end(want.ticket)
-            self._emit(Absent(want.ticket, reason))
-        elif self._hand(want.ticket, grant):
-            self._emit(Absent(want.ticket, reason, grant.reservation.extents))
-        else:
-            grant.reservation.abort()
-
-    def _hand(self, ticket: int, holder: Lease | _Grant) -> bool:
-        """Give the ticket its hold; False when the ticket was released meanwhile."""
-        with self._lock:
-            self._tasks.pop(ticket, None)
-            if ticket not in self._holders:
-                return False
-            self._holders[ticket] = holder
-            return True
-
-    def _end(self, ticket: int) -> None:
-        with self._lock:
-            self._tasks.pop(ticket, None)
-            self._holders.pop(ticket, None)
 
 
 class ThreadPort:
@@ -330,7 +121,7 @@ class ThreadPort:
         store: Store | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, int]] = deque()
         self._cache = EncoderCache(config, namespace, slab=slab, store=store, facts=facts)
         self._loop = LoopThread("ec_s3-engine")
         try:
@@ -338,7 +129,7 @@ class ThreadPort:
         except BaseException:
             self._loop.close()
             raise
-        self._desk = Desk(self._cache, self._loop, self._events.append)
+        self._desk = Desk(self._cache, self._loop, lambda *event: self._events.append(event))
         self._report = UNKNOWN
         self._closed = False
 
@@ -366,11 +157,26 @@ class ThreadPort:
     def poll(self) -> list[Event]:
         """See `EnginePort.poll`."""
         events = self._events
-        return [events.popleft() for _ in range(len(events))]
+        weights = self._cache.gate.now.weights
+        return [self._told(*events.popleft(), weights) for _ in range(len(events))]
+
+    def _told(self, event: Event, asked: int, weights: int) -> Event:
+        if asked >= weights:
+            return event
+        self._desk.release(event.ticket)
+        return outdated(event)
+
+    def suspend(self) -> None:
+        """See `EnginePort.suspend`."""
+        self._desk.suspend()
+
+    def resume(self, weight_version: str) -> None:
+        """See `EnginePort.resume`."""
+        self._desk.resume(weight_version)
 
     def drain_stats(self) -> Data:
         """See `EnginePort.drain_stats`."""
-        self._cache.stats()
+        self._cache.gauges.update()
         return self._cache.statistics.drain()
 
     def close(self, timeout: float) -> FlushReport:

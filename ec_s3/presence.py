@@ -36,6 +36,11 @@ class Presence:
             return None
         return present
 
+    def holds(self, key: str, *, now: float) -> bool:
+        """Whether the answer is a yes that has not expired; any thread."""
+        present, expires = self._known.get(key, (False, now))
+        return present and now < expires
+
     def set(self, key: str, *, present: bool, now: float) -> None:
         """Remember an answer from the store or from an own write."""
         self._known[key] = (present, now + self._ttl[present])
@@ -101,6 +106,11 @@ class Refused:
         self._repaired.move_to_end(key)
         self._trim(self._repaired)
         return self._etags.pop(key)
+
+    def clear(self) -> None:
+        """Drop everything, also what was repaired when."""
+        self._etags.clear()
+        self._repaired.clear()
 
     def _trim(self, known: OrderedDict[str, str] | OrderedDict[str, float]) -> None:
         while len(known) > self._max:

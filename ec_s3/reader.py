@@ -1,4 +1,4 @@
-"""Reads items of one namespace from the tiers: host, disk, bucket, in this order.
+"""Reads items from the tiers: host, disk, bucket, in this order.
 
 Runs on the engine's event loop. One fetch per key at a time, shared by everybody who wants it;
 a caller who gives up changes nothing for the others. Every miss has a reason.
@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import ClosedError, RemoteError
-from ec_s3.fetch import Miss, PrivateItem
+from ec_s3.fetch import OVERSIZED, Miss, PrivateItem
 from ec_s3.singleflight import SingleFlight
 from ec_s3.types import Expectation, MissReason, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
     from ec_s3.config import ECConfig
     from ec_s3.fetch import Fetcher
-    from ec_s3.keys import Namespace
+    from ec_s3.gate import Gate
     from ec_s3.local import Lease, LocalTier
     from ec_s3.metrics import Stats
     from ec_s3.presence import Presence, Refused
     from ec_s3.store import Store
+    from ec_s3.types import ObjectInfo
     from ec_s3.writeback import DiskWriteback
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Reader:
 
     Args:
         config: time limits.
-        namespace: key scheme and dtype.
+        gate: says in which namespace, and whether at all.
         tiers: host tier, disk, bucket.
         fetcher: reads one object into the host tier.
         stats: counters.
@@ -95,7 +96,7 @@ class Reader:
     def __init__(
         self,
         config: ECConfig,
-        namespace: Namespace,
+        gate: Gate,
         *,
         tiers: Tiers,
         fetcher: Fetcher,
@@ -103,7 +104,7 @@ class Reader:
         clock: Callable[[], float],
     ) -> None:
         self._config = config
-        self._namespace = namespace
+        self._gate = gate
         self.tiers = tiers
         self._fetcher = fetcher
         self._stats = stats
@@ -124,6 +125,7 @@ class Reader:
         timeout: float | None = None,
         fresh: bool = False,
         linger: bool = True,
+        resident: bool = False,
     ) -> Lease | PrivateItem | Miss:
         """The item itself, leased, from whichever tier holds it.
 
@@ -134,12 +136,17 @@ class Reader:
             fresh: do not believe a remembered "absent".
             linger: the fetch goes on for later callers when this one has left; without it, it is
                 cancelled when nobody waits any more.
+            resident: an item that the host tier can never hold is a miss, and is not read.
 
         Returns:
             A lease that the caller must release, or the reason why there is none.
         """
         self._stats.add("queries")
-        key = self._namespace.object_key(identifier)
+        since = self._gate.now
+        key = since.namespace.object_key(identifier)
+        refusal = self._gate.refusal(key, since)
+        if refusal is not None:
+            return self._answer(Miss(refusal), expect)
         held = self.tiers.local.lookup(key)
         if held is not None:
             return self._answer(_Found(held, Tier.LOCAL), expect)
@@ -149,12 +156,25 @@ class Reader:
         result: _Found | Miss
         try:
             async with asyncio.timeout(limit):
-                result = await self._flights.run(
-                    key, lambda: self._load(key, identifier), wanted=linger
-                )
+                result = await self._fly(key, identifier, wanted=linger, resident=resident)
         except TimeoutError:
             result = Miss(MissReason.TIMEOUT)
+        refusal = self._gate.refusal(key, since)  # that may have changed since
+        if refusal is not None:
+            _drop(result)
+            result = Miss(refusal)
         return self._answer(result, expect)
+
+    async def _fly(
+        self, key: str, identifier: str, *, wanted: bool, resident: bool
+    ) -> _Found | Miss:
+        def load() -> Coroutine[object, object, _Found | Miss]:
+            return self._load(key, identifier, resident=resident)
+
+        result = await self._flights.run(key, load, wanted=wanted)
+        if result is OVERSIZED and not resident:  # somebody else's flight, who had no use for it
+            result = await self._flights.run(key, load, wanted=wanted)
+        return result
 
     async def acquire_many(
         self, identifiers: Iterable[str], *, expect: Expectation, timeout: float | None
@@ -184,9 +204,9 @@ class Reader:
             self._stats.add("saved_encoder_seconds", result.item.meta.encode_seconds)
         return result.item
 
-    async def _load(self, key: str, identifier: str) -> _Found | Miss:
+    async def _load(self, key: str, identifier: str, *, resident: bool) -> _Found | Miss:
         try:
-            return await self._search(key, identifier)
+            return await self._search(key, identifier, resident=resident)
         except ClosedError:
             return Miss(MissReason.CLOSED)
         except Exception:  # a flight's outermost border: a caller must get an answer
@@ -194,31 +214,48 @@ class Reader:
             logger.exception("a fetch failed unexpectedly")
             return Miss(MissReason.FAILED)
 
-    async def _search(self, key: str, identifier: str) -> _Found | Miss:
+    async def _search(self, key: str, identifier: str, *, resident: bool) -> _Found | Miss:
         if key in self._barred:
             return Miss(MissReason.ABSENT)
         held = self.tiers.local.lookup(key)  # stored while the flight was starting
         if held is not None:
             return _Found(held, Tier.LOCAL)
         if self.tiers.disk is not None:
-            found = await self._fetch(self.tiers.disk, Tier.DISK, key, identifier)
-            if not isinstance(found, Miss) or found.reason is MissReason.NO_ROOM:
+            found = await self._fetch(Tier.DISK, key, identifier, resident=resident)
+            if not isinstance(found, Miss) or found is OVERSIZED:
+                return found
+            if found.reason is MissReason.NO_ROOM:
                 return found
         if self.tiers.remote is None or self.tiers.presence.get(key, now=self._clock()) is False:
             return Miss(MissReason.ABSENT)
-        found = await self._fetch(self.tiers.remote, Tier.REMOTE, key, identifier)
+        found = await self._fetch(Tier.REMOTE, key, identifier, resident=resident)
         if isinstance(found, Miss) and found.reason is MissReason.CHANGED:
-            found = await self._fetch(self.tiers.remote, Tier.REMOTE, key, identifier)
+            found = await self._fetch(Tier.REMOTE, key, identifier, resident=resident)
         return found
 
-    async def _fetch(self, store: Store, tier: Tier, key: str, identifier: str) -> _Found | Miss:
+    async def _fetch(
+        self, tier: Tier, key: str, identifier: str, *, resident: bool
+    ) -> _Found | Miss:
+        store = self.tiers.remote if tier is Tier.REMOTE else self.tiers.disk
+        assert store is not None
         started = self._clock()
         keep = self.tiers.writeback if tier is Tier.REMOTE else None
+        stats = self._stats if tier is Tier.REMOTE else None
         try:
             # The slot bounds what bodies take in memory while they wait to be decoded; the time
             # limit frees it from a store that has none of its own, when all callers are gone.
             async with self._fetches, asyncio.timeout(self._config.metadata_timeout):
-                item = await self._fetcher.fetch(store, key, identifier, keep=keep)
+                if stats is not None:
+                    stats.observe("fetch_seconds", self._clock() - started, phase="queue")
+                item = await self._fetcher.fetch(
+                    store,
+                    key,
+                    identifier,
+                    keep=keep,
+                    stats=stats,
+                    valid_after=self._gate.control.valid_after,
+                    resident=resident,
+                )
         except RemoteError as error:
             return Miss(MissReason(error.reason))
         except TimeoutError:
@@ -229,53 +266,57 @@ class Reader:
         self._stats.observe("load_seconds", self._clock() - started, tier=tier)
         self._stats.add("load_bytes", item.spec.nbytes, tier=tier)
         if tier is Tier.REMOTE:
+            self._stats.add("download_bytes", item.spec.nbytes, kind="raw")
             self.tiers.presence.set(key, present=True, now=self._clock())
             self.tiers.refused.forget(key)
         return _Found(item, tier)
 
     async def _missed(self, tier: Tier, key: str, miss: Miss) -> None:
-        refused = miss.reason not in (MissReason.ABSENT, MissReason.NO_ROOM)
-        if refused:
+        if miss is OVERSIZED or miss.reason is MissReason.NO_ROOM:
+            return
+        refused = miss.reason is not MissReason.ABSENT
+        if refused and miss.reason is not MissReason.STALE:
             self._stats.add("corrupt_objects", tier=tier)
         if tier is Tier.DISK:
             if refused and self.tiers.disk is not None:
                 with contextlib.suppress(RemoteError):
                     await self.tiers.disk.delete([key])
-        elif miss.reason is not MissReason.NO_ROOM:
+        else:
             self.tiers.presence.set(key, present=False, now=self._clock())
             if refused:
                 self.tiers.refused.add(key, miss.etag)
             else:
                 self.tiers.refused.forget(key)
 
-    async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
-        """Whether some tier holds the item; False when that cannot be found out in time."""
-        return (await self.contains_many([identifier], timeout=timeout))[identifier]
-
     async def contains_many(
         self, identifiers: Iterable[str], *, timeout: float | None = None
     ) -> Mapping[str, bool]:
         """Existence of many items at once, asked for in parallel."""
         names = list(dict.fromkeys(identifiers))
-        found = await asyncio.gather(
-            *(self._exists(self._namespace.object_key(i), timeout) for i in names)
-        )
+        found = await asyncio.gather(*(self.contains(i, timeout=timeout) for i in names))
         return dict(zip(names, found, strict=True))
 
-    async def _exists(self, key: str, timeout: float | None) -> bool:
+    async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
+        """Whether some tier holds the item; False when that cannot be found out in time."""
+        since = self._gate.now
+        key = since.namespace.object_key(identifier)
+        if self._gate.refusal(key, since) is not None:
+            return False
         if self.tiers.local.contains(key):
             return True
         limit = self._config.blocking_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(limit):
-                return await self._probes.run(key, lambda: self._probe(key))
+                found = await self._probes.run(key, lambda: self._probe(key))
+                return found and self._gate.refusal(key, since) is None
         except (TimeoutError, RemoteError):
             return False
 
     async def _probe(self, key: str) -> bool:
         if self.tiers.disk is not None:
             with contextlib.suppress(RemoteError):
-                if await self.tiers.disk.head(key) is not None:
+                info = await self.tiers.disk.head(key)
+                if info is not None and not self._is_stale(info):
                     return True
         return await self.in_bucket(key)
 
@@ -290,14 +331,23 @@ class Reader:
         known = self.tiers.presence.get(key, now=self._clock())
         if known is None:
             info = await self.tiers.remote.head(key)
+            if info is not None and self._is_stale(info):
+                self.tiers.refused.add(key, info.etag)
             known = info is not None and not self.tiers.refused.knows(key, info.etag)
             self.tiers.presence.set(key, present=known, now=self._clock())
         return known
 
+    def _is_stale(self, info: ObjectInfo) -> bool:
+        """Whether an object was stored, and so made, before the time from which objects count."""
+        return 0.0 < info.modified < self._gate.control.valid_after
+
     def prefetch(self, identifiers: Iterable[str]) -> None:
         """Start bringing items into the host tier; returns at once. Call on the loop."""
         for identifier in identifiers:
-            key = self._namespace.object_key(identifier)
+            since = self._gate.now
+            key = since.namespace.object_key(identifier)
+            if self._gate.refusal(key, since) is not None:
+                continue
             if self.tiers.local.contains(key) or key in self._flights:
                 continue
             if len(self._background) >= MAX_PREFETCHES:
@@ -309,7 +359,7 @@ class Reader:
 
     async def _prefetch(self, key: str, identifier: str) -> None:
         with contextlib.suppress(ClosedError):
-            _drop(await self._flights.run(key, lambda: self._load(key, identifier), wanted=True))
+            _drop(await self._fly(key, identifier, wanted=True, resident=True))
 
     @contextlib.asynccontextmanager
     async def barred(self, keys: Iterable[str]) -> AsyncIterator[None]:
@@ -330,6 +380,11 @@ class Reader:
                 self._barred[key] -= 1
                 if not self._barred[key]:
                     del self._barred[key]
+
+    def under_way(self) -> set[str]:
+        """Keys that are being fetched, or written to the disk."""
+        writeback = self.tiers.writeback
+        return self._flights.keys() | (writeback.keys() if writeback is not None else set())
 
     async def close(self) -> None:
         """Cancel every fetch and wait until the last one has let go of its memory, or a little."""

@@ -22,6 +22,7 @@ from urllib.parse import urlencode
 from botocore.exceptions import ClientError
 
 from ec_s3.errors import ClosedError, ECS3Error, RemoteError, RemoteThrottledError
+from ec_s3.store import GetResult
 from ec_s3.transfer import Download, MultipartRefusedError, object_info, upload_parts
 from ec_s3.transport import (
     SDK_ERRORS,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from types_aiobotocore_s3.client import S3Client
 
-    from ec_s3.store import Buffer, GetResult
+    from ec_s3.store import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +118,24 @@ class S3Store:
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         """Read an object or a range of it; a body that breaks off is continued from there."""
         download = Download(key, into, start=start, length=length, etag=if_match or "")
+        known: dict[str, Any] = {"IfNoneMatch": if_none_match} if if_none_match else {}
         async with self._call("get", key) as call:
             if length is not None and length <= 0:
                 return await self._empty_range(call, download)
             for attempt in range(_BODY_ATTEMPTS):
                 await asyncio.sleep(_jitter(attempt))
                 try:
-                    answer = await call.client.get_object(**call.target, **download.request())
+                    answer = await call.client.get_object(
+                        **call.target, **download.request(), **known
+                    )
                 except ClientError as exc:
+                    if known and status_of(exc)[0] == 304:
+                        info = ObjectInfo(key, 0, known["IfNoneMatch"])
+                        return GetResult(memoryview(b""), start, info)
                     if status_of(exc)[0] == 416 and not download.started:
                         return await self._empty_range(call, download)
                     if download.started or not self._absent(exc):

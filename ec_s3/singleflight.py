@@ -101,6 +101,10 @@ class SingleFlight(Generic[T]):
         task.add_done_callback(lambda _: self._landed(key, flight))
         return flight
 
+    def keys(self) -> set[str]:
+        """Keys of the flights that can be joined."""
+        return set(self._flights)
+
     async def call_off(self, keys: set[str]) -> None:
         """End the flights of these keys and wait until they have landed."""
         flights = [self._flights.pop(key) for key in keys & self._flights.keys()]

@@ -91,6 +91,18 @@ def read_file(path: Path) -> Layer:
     return {name: Located(v, source) for name, v in {**document, **prefixed, **nested}.items()}
 
 
+def read_keys(path: Path) -> str:
+    """Text of a file with signing keys; nothing of it is in any error.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error}; correct the path or the file") from error
+
+
 def read_lmcache(environ: Mapping[str, str]) -> Layer:
     """Settings spelt for LMCache's encoder cache, translated to ours.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ec_s3.config import ECConfig
-    from ec_s3.keys import Namespace
+    from ec_s3.gate import Epoch, Gate
     from ec_s3.local import LocalTier
     from ec_s3.metrics import Stats
     from ec_s3.types import ItemMeta, TensorSpec
@@ -37,11 +37,9 @@ class Stager:
         uploads: whether items go beyond the host tier; such items are dirty until encoded.
     """
 
-    def __init__(
-        self, config: ECConfig, namespace: Namespace, *, tier: LocalTier, stats: Stats
-    ) -> None:
+    def __init__(self, config: ECConfig, gate: Gate, *, tier: LocalTier, stats: Stats) -> None:
         self._config = config
-        self._namespace = namespace
+        self._gate = gate
         self._tier = tier
         self._stats = stats
         self.uploads = False
@@ -51,16 +49,21 @@ class Stager:
         """Copy a tensor into the host tier, or into private memory when it is too large for it.
 
         Returns:
-            What to queue for upload, None when there is no room now (counted by reason).
+            What to queue for upload, None when there is no room now or nothing may be kept
+            (counted by reason).
 
         Raises:
             ValueError: the tensor's dtype is not the namespace's, it has too many dimensions, or
                 it is not dense.
         """
         spec = spec_of(tensor)
-        if spec.dtype != self._namespace.dtype:
-            raise ValueError(f"tensor is {spec.dtype}, the namespace holds {self._namespace.dtype}")
-        key = self._namespace.object_key(identifier)
+        since = self._gate.now
+        namespace = since.namespace
+        if spec.dtype != namespace.dtype:
+            raise ValueError(f"tensor is {spec.dtype}, the namespace holds {namespace.dtype}")
+        key = namespace.object_key(identifier)
+        if self._refused(key, since):
+            return None
         if self._tier.contains(key):
             return Upload(key, identifier)
         try:
@@ -72,8 +75,17 @@ class Stager:
             return None
         with reservation:
             self._copy(tensor, reservation.segments())
+            if self._refused(key, since):
+                return None
             reservation.commit(spec, meta, dirty=self.uploads).release()
         return Upload(key, identifier)
+
+    def _refused(self, key: str, since: Epoch) -> bool:
+        """Whether the item may not be kept, or not any more; counted."""
+        refusal = self._gate.refusal(key, since)
+        if refusal is not None:
+            self._stats.add("rejected_puts", reason=refusal)
+        return refusal is not None
 
     def _stage_private(
         self, key: str, identifier: str, tensor: torch.Tensor, spec: TensorSpec, meta: ItemMeta

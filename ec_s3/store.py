@@ -45,6 +45,7 @@ class Store(Protocol):
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         """Read an object or a range of it.
 
@@ -57,6 +58,8 @@ class Store(Protocol):
             start: first byte.
             length: bytes wanted, None for all up to the end.
             if_match: ETag that the object must still have.
+            if_none_match: ETag that the caller knows: of an object that still has it nothing is
+                read, `into` is not called, and only `info.etag` is told.
 
         Returns:
             None when there is no such object. Never a short body.

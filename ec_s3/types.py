@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -31,6 +32,8 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 
 MAX_RANK = 8
 """Most dimensions that a tensor may have."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,20 @@ class ItemMeta:
     Attributes:
         encode_seconds: what the encoder needed for it, None when unknown.
         placeholder: JSON-able metadata that a consumer needs to lay out the item (grid, counts).
+        input_digest: what the encoder was given for it, as 64 hex digits; empty when the tensor
+            is bound to no input.
+
+    Raises:
+        ValueError: `input_digest` is neither empty nor 64 lower-case hex digits.
     """
 
     encode_seconds: float | None = None
     placeholder: Mapping[str, object] = field(default_factory=dict)
+    input_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.input_digest and _DIGEST.fullmatch(self.input_digest) is None:
+            raise ValueError("an input digest is empty or 64 lower-case hex digits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,7 @@ class MissReason(StrEnum):
     ABSENT = "absent"
     CORRUPT = "corrupt"
     MISMATCH = "mismatch"
+    UNSIGNED = "unsigned"
     VERSION = "version"
     TOO_LARGE = "too_large"
     TIMEOUT = "timeout"
@@ -138,7 +152,15 @@ class MissReason(StrEnum):
     UNREACHABLE = "unreachable"
     CHANGED = "changed"
     FAILED = "failed"
+    STALE = "stale"
+    """Made before the time from which objects count, see `control`."""
+    DELETED = "deleted"
+    """An operator has deleted it, and it may not come back yet."""
     NO_ROOM = "no_room"
+    SUSPENDED = "suspended"
+    """The weights are being changed, or were while the item was on its way."""
+    DISABLED = "disabled"
+    """An operator has switched the cache off."""
     CLOSED = "closed"
 
 

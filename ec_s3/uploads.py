@@ -23,6 +23,7 @@ from ec_s3.errors import (
     RemoteError,
     RemoteTimeoutError,
 )
+from ec_s3.keys import parse_key
 from ec_s3.types import FlushReport, PutOutcome
 from ec_s3.wire import encode
 
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from ec_s3.fetch import PrivateItem
-    from ec_s3.keys import Namespace
     from ec_s3.local import Lease, LocalTier
+    from ec_s3.manifest import Manifest
     from ec_s3.metrics import Stats
     from ec_s3.presence import Presence, Refused
+    from ec_s3.signing import Keyring
     from ec_s3.store import Store
     from ec_s3.wire import Frame
 
@@ -82,8 +84,9 @@ class UploadTargets:
     refused: Refused
     admit_bytes: Callable[[int], float]
     """Seconds to wait before sending that many bytes (the rate limit)."""
-    manifest: Callable[[], bytes]
-    """What describes the namespace to an operator; ValueError when it cannot be described."""
+    manifest: Manifest
+    refusal: Callable[[str], str | None]
+    """Why an item of this key may not be written (an outcome of `uploads`), None when it may."""
 
 
 class UploadQueue:
@@ -93,7 +96,6 @@ class UploadQueue:
         self,
         *,
         tier: LocalTier,
-        namespace: Namespace,
         targets: UploadTargets,
         executor: Executor,
         stats: Stats,
@@ -103,9 +105,9 @@ class UploadQueue:
         level: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        keyring: Keyring | None = None,
     ) -> None:
         self._tier = tier
-        self._namespace = namespace
         self._targets = targets
         self._executor = executor
         self._stats = stats
@@ -114,10 +116,11 @@ class UploadQueue:
         self._level = level
         self._clock = clock
         self._wall_clock = wall_clock
+        self._keyring = keyring
         self._waiting: dict[str, Upload] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._withdrawn: dict[str, str] = {}  # running ones: as what they end
         self._closed = False
-        self._described = targets.remote is None
         self._private_bytes = 0
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
@@ -141,12 +144,17 @@ class UploadQueue:
         if self._closed:
             self._count("closed")
             return False
+        refusal = self._targets.refusal(upload.key)
+        if refusal is not None:
+            self._count(refusal)
+            return False
         if upload.key in self:
             return True
         private = upload.private.spec.nbytes if upload.private is not None else 0
         full = len(self._waiting) >= self._max_items
         if full or (private and self._private_bytes + private > self._max_bytes):
             self._count("queue_full")
+            self._warn("queue_full", "items are not uploaded: %s wait already", self.pending)
             return False
         self._private_bytes += private
         self._waiting[upload.key] = upload
@@ -163,15 +171,25 @@ class UploadQueue:
                 await self._idle.wait()
         return FlushReport(self._uploaded - before, self.pending, self._dropped)
 
-    async def withdraw(self, keys: Iterable[str]) -> None:
-        """Forget the uploads of these keys; returns when none of them can write any more."""
+    def keys(self) -> set[str]:
+        """Keys whose uploads are waiting or running."""
+        return {*self._waiting, *self._running}
+
+    async def withdraw(self, keys: Iterable[str], *, outcome: str) -> None:
+        """Forget the uploads of these keys; returns when none of them can write any more.
+
+        Args:
+            keys: those that are not pending are passed over.
+            outcome: as what they are counted.
+        """
         ending = []
         for key in keys:
             upload = self._waiting.pop(key, None)
             if upload is not None:
                 self._ended(upload)
-                self._count("evicted")
+                self._count(outcome)
             elif key in self._running:
+                self._withdrawn[key] = outcome
                 self._running[key].cancel()
                 ending.append(self._running[key])
         if ending:
@@ -208,8 +226,9 @@ class UploadQueue:
                 await asyncio.wait({task})
                 raise
             finally:
+                outcome = self._withdrawn.pop(upload.key, "closed")
                 if task.cancelled():
-                    self._count("closed" if self._closed else "evicted")
+                    self._count(outcome)
                 self._running.pop(upload.key)
                 self._ended(upload)
 
@@ -263,10 +282,11 @@ class UploadQueue:
                     item.spec,
                     item.segments(),
                     identifier=upload.identifier,
-                    namespace=self._namespace.id,
+                    namespace=parse_key(upload.key).namespace,
                     meta=item.meta,
                     created=self._wall_clock(),
                     level=self._level,
+                    keyring=self._keyring,
                 ),
             )
             item.mark_clean()
@@ -299,7 +319,7 @@ class UploadQueue:
                 continue
             self._written(key, outcome)
             self._stats.observe("save_seconds", self._clock() - started, stage="store")
-            await self._describe(self._targets.remote)
+            await self._targets.manifest.describe(self._targets.remote, key)
             return
 
     async def _write_disk(self, disk: Store, key: str, frame: Frame) -> None:
@@ -327,17 +347,6 @@ class UploadQueue:
     async def _is_there(self, remote: Store, key: str) -> bool:
         return await _bounded("head", key, remote.head(key)) is not None
 
-    async def _describe(self, remote: Store) -> None:
-        """Tell the bucket's operator, once, what the namespace's folder holds."""
-        if self._described:
-            return
-        self._described = True
-        key = self._namespace.manifest_key
-        try:
-            await _bounded("put", key, remote.put(key, [self._targets.manifest()]))
-        except (ECS3Error, ValueError) as error:
-            logger.debug("the namespace is not described in the bucket: %s", error)
-
     def _try_again(self, error: RemoteError, started: float) -> bool:
         late = self._clock() - started > RETRY_SECONDS
         if error.retryable and not late:
@@ -363,11 +372,11 @@ class UploadQueue:
         self._stats.set("upload_queue_items", self.pending)
         self._stats.set("upload_queue_bytes", self._budget.used + self._private_bytes)
 
-    def _warn(self, cause: str, message: str, error: ECS3Error) -> None:
+    def _warn(self, cause: str, message: str, detail: object) -> None:
         """Log a cause once until an upload succeeds again; errors carry no secret."""
         if cause not in self._warned:
             self._warned.add(cause)
-            logger.warning(message, error)
+            logger.warning(message, detail)
 
 
 async def _bounded(operation: str, key: str, call: Awaitable[T]) -> T:

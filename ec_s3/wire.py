@@ -20,7 +20,6 @@ from ec_s3.header import (
     MAX_HEAD_BYTES,
     MAX_IDENTIFIER_BYTES,
     READABLE_VERSIONS,
-    RESERVED_FIELDS,
     Chunk,
     Header,
     digest,
@@ -33,6 +32,7 @@ from ec_s3.types import DTYPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ec_s3.signing import Keyring
     from ec_s3.types import ItemMeta, TensorSpec
 
 __all__ = [
@@ -78,6 +78,7 @@ def encode(
     meta: ItemMeta,
     created: float,
     level: int = 1,
+    keyring: Keyring | None = None,
 ) -> Frame:
     """Encode a tensor.
 
@@ -89,6 +90,7 @@ def encode(
         meta: what travels with the tensor.
         created: seconds since the epoch.
         level: zstd's level; higher ones are slower and leave more of byte planes.
+        keyring: its first key signs the object; None leaves it unsigned.
 
     Raises:
         ValueError: the segments have not the tensor's size, or a field cannot be stored.
@@ -107,13 +109,15 @@ def encode(
         **_describe(spec, layout, bodies),
         "created": float(created),
         "encode_seconds": meta.encode_seconds,
+        "input_digest": meta.input_digest or None,
         "identifier": identifier,
+        **dict.fromkeys(("key_id", "mac")),
         "namespace": namespace,
         "placeholder": dict(meta.placeholder),
     }
-    head = pack_header(fields)
+    head = pack_header(fields, keyring=keyring)
     # Reading it back makes it impossible to store what no reader would accept.
-    header = read_header(head, max_tensor_bytes=extent(spec))
+    header = read_header(head, max_tensor_bytes=extent(spec), keyring=keyring)
     return Frame(parts=(head, *bodies), nbytes=header.object_bytes, header=header)
 
 
@@ -143,14 +147,16 @@ def decode_chunk(header: Header, index: int, stored: Buffer, outs: Sequence[memo
     decompress_chunk(stored, outs, layout=header.layout, itemsize=itemsize)
 
 
-def decode(obj: Buffer, *, max_tensor_bytes: int) -> tuple[Header, bytearray]:
-    """Check and decode a whole object.
+def decode(
+    obj: Buffer, *, max_tensor_bytes: int, keyring: Keyring | None = None
+) -> tuple[Header, bytearray]:
+    """Check and decode a whole object; the arguments are those of `read_header`.
 
     Raises:
         FrameError: anything about the object is not as it should be.
     """
     view = memoryview(obj)
-    header = read_header(view, max_tensor_bytes=max_tensor_bytes)
+    header = read_header(view, max_tensor_bytes=max_tensor_bytes, keyring=keyring)
     if len(view) != header.object_bytes:
         raise FrameTruncatedError(f"{len(view)} bytes, but the object has {header.object_bytes}")
     tensor = bytearray(header.tensor_bytes)
@@ -171,7 +177,6 @@ def _describe(spec: TensorSpec, layout: Layout, bodies: Sequence[bytes]) -> dict
         "layout": layout.value,
         "shape": list(spec.shape),
         "writer": f"ec_s3/{__version__}",
-        **dict.fromkeys(RESERVED_FIELDS),
     }
 
 

@@ -15,7 +15,7 @@ from ec_s3.errors import ECS3Error
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ec_s3.fetch import Body
+    from ec_s3.buffers import Body
     from ec_s3.metrics import Stats
     from ec_s3.store import Store
 
@@ -65,6 +65,10 @@ class DiskWriteback:
         except ECS3Error as error:
             self._stats.add("disk_writes", outcome="failed")
             logger.debug("the disk tier refuses a write: %s", error)
+
+    def keys(self) -> set[str]:
+        """Keys that are being written."""
+        return set(self._tasks.values())
 
     async def call_off(self, keys: Iterable[str]) -> None:
         """End the writes of these keys and wait for their end."""

@@ -34,6 +34,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+control = typer.Typer(
+    help="Tell the running servers of a namespace what holds from now on.", no_args_is_help=True
+)
+app.add_typer(control, name="control")
+
+NamespaceArgument = Annotated[
+    str, typer.Argument(metavar="NAMESPACE", help="As `ls` shows it, with or without its dtype.")
+]
 TargetArgument = Annotated[
     str, typer.Argument(metavar="KEY", help="Object key, or the beginning of keys.")
 ]
@@ -120,7 +128,8 @@ def stat(
         from ec_s3.cli import objects
 
         target = objects.Target(key, identifier, namespace)
-        return await objects.stat(store, out, target, max_tensor_bytes=config.max_item_size)
+        demands = objects.Demands(config.max_item_size, config.keyring())
+        return await objects.stat(store, out, target, demands=demands)
 
     _with_store(context, run)
 
@@ -141,10 +150,8 @@ def get(
         from ec_s3.cli import objects
 
         target = objects.Target(key, identifier, namespace)
-        limit = config.max_item_size
-        return await objects.get(
-            store, out, target, path=output, force=force, max_tensor_bytes=limit
-        )
+        demands = objects.Demands(config.max_item_size, config.keyring())
+        return await objects.get(store, out, target, path=output, force=force, demands=demands)
 
     _with_store(context, run)
 
@@ -156,13 +163,14 @@ def verify(
     identifier: IdentifierOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Read and decode objects with every check."""
+    """Read and decode objects with every check, with signing keys set also their signatures."""
 
     async def run(store: Store, out: Output, config: ECConfig) -> int:
         from ec_s3.cli import objects
 
         target = objects.Target(key, identifier, namespace)
-        return await objects.verify(store, out, target, max_tensor_bytes=config.max_item_size)
+        demands = objects.Demands(config.max_item_size, config.keyring())
+        return await objects.verify(store, out, target, demands=demands)
 
     _with_store(context, run)
 
@@ -182,6 +190,58 @@ def rm(
 
         target = objects.Target(key, identifier, namespace)
         return await objects.rm(store, out, target, yes=yes)
+
+    _with_store(context, run)
+
+
+@control.command("show")
+def control_show(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Say what holds for the servers of a namespace."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        from ec_s3.cli import control
+
+        return await control.show(store, out, namespace)
+
+    _with_store(context, run)
+
+
+@control.command("disable")
+def control_disable(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Switch the cache off on every server of a namespace."""
+    _switch(context, namespace, enabled=False)
+
+
+@control.command("enable")
+def control_enable(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Switch the cache on again."""
+    _switch(context, namespace, enabled=True)
+
+
+def _switch(context: typer.Context, namespace: str, *, enabled: bool) -> None:
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        from ec_s3.cli import control
+
+        return await control.switch(store, out, namespace, enabled=enabled)
+
+    _with_store(context, run)
+
+
+@control.command("invalidate-before")
+def control_invalidate(
+    context: typer.Context,
+    namespace: NamespaceArgument,
+    time: Annotated[
+        str,
+        typer.Argument(metavar="TIME", help="`now`, 2026-01-31T12:00:00Z, or seconds; 0: none."),
+    ],
+) -> None:
+    """Let objects made before a time no longer count."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        from ec_s3.cli import control
+
+        return await control.invalidate(store, out, namespace, time)
 
     _with_store(context, run)
 

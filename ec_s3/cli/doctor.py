@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import stat
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ec_s3.cli.endpoint import credential_method, endpoint_url, server_time
 from ec_s3.cli.output import ExitCode, Output, human_bytes, human_seconds
+from ec_s3.complaints import SECRETS
 from ec_s3.config import ECConfig
 from ec_s3.errors import RemoteError
 from ec_s3.remote import open_store
@@ -93,7 +95,7 @@ async def examine(config: ECConfig, out: Output) -> ExitCode:
             await probe.store.aclose()
     failed = sum(finding.status == "failed" for _, finding in results)
     if out.json:
-        settings = config.model_dump(mode="json")  # hides the salt
+        settings = config.model_dump(mode="json")  # hides what is secret
         out.record(
             {
                 "settings": settings,
@@ -112,7 +114,7 @@ def shown(config: ECConfig, name: str) -> str:
     value = getattr(config, name)
     if value is None or value == "" or value == {}:
         return "-"
-    if name == "salt":
+    if name in SECRETS:
         return "<hidden>"
     if name.endswith("_size"):
         return human_bytes(value)
@@ -188,6 +190,17 @@ async def _plugin(_: Probe) -> Finding:
     if allowed is not None and "ec_s3" not in allowed.split(","):
         return Finding("failed", "VLLM_PLUGINS leaves ec_s3 out")
     return Finding("ok", "vLLM will find the connector")
+
+
+async def _signing(probe: Probe) -> Finding:
+    keyring = probe.config.keyring()
+    if keyring is None:
+        return Finding("ok", "off: whoever can write to the store is believed")
+    detail = f"on: signs with {keyring.signer}, accepts {', '.join(keyring.ids)}"
+    path = probe.config.signing_key_file
+    if path is not None and path.stat().st_mode & stat.S_IROTH:
+        return Finding("note", f"{detail}; every user of this machine can read {path}")
+    return Finding("ok", detail)
 
 
 async def _disk(probe: Probe) -> Finding:
@@ -314,6 +327,7 @@ CHECKS = (
         _plugin,
         "install ec-s3 in vLLM's environment; add ec_s3 to VLLM_PLUGINS if that is set",
     ),
+    Check("signing", _signing, "take the rights to read it from others (chmod o-r)"),
     Check("disk tier", _disk, "free space, lower max_local_disk_size, or choose another directory"),
     Check("store", _store, "set url"),
     Check(

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ec_s3.cli.control import announce, spared
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
 from ec_s3.errors import (
     ConfigError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ec_s3.header import Header
+    from ec_s3.signing import Keyring
     from ec_s3.store import Store
     from ec_s3.types import ObjectInfo
 
@@ -66,6 +68,14 @@ class Target:
         key = f"{_ROOT}{folder}/{digest[:2]}/{digest}"
         parse_key(key)
         return key
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What an object must be to be read: not larger, and signed by one of the keys, if any."""
+
+    max_tensor_bytes: int
+    keyring: Keyring | None
 
 
 @dataclass(slots=True)
@@ -109,13 +119,13 @@ async def ls(store: Store, out: Output, *, prefix: str = "") -> ExitCode:
     return ExitCode.OK
 
 
-async def stat(store: Store, out: Output, target: Target, *, max_tensor_bytes: int) -> ExitCode:
+async def stat(store: Store, out: Output, target: Target, *, demands: Demands) -> ExitCode:
     """Describe one object from its header."""
     info = await _one(store, target)
     if info is None:
         return _absent(out, target)
     try:
-        header = await _header(store, info, max_tensor_bytes)
+        header = await _header(store, info, demands)
         _check_name(header, info)
     except FrameError as error:
         return _bad(out, info.key, error)
@@ -129,7 +139,7 @@ async def stat(store: Store, out: Output, target: Target, *, max_tensor_bytes: i
 
 
 async def get(
-    store: Store, out: Output, target: Target, *, path: Path, force: bool, max_tensor_bytes: int
+    store: Store, out: Output, target: Target, *, path: Path, force: bool, demands: Demands
 ) -> ExitCode:
     """Write one object's tensor into a safetensors file, under the name `encoder_output`."""
     _refuse_to_replace(path, force=force)
@@ -137,7 +147,7 @@ async def get(
     if info is None:
         return _absent(out, target)
     try:
-        header, tensor = await _whole(store, info, max_tensor_bytes)
+        header, tensor = await _whole(store, info, demands)
     except FrameError as error:
         return _bad(out, info.key, error)
     await asyncio.to_thread(_save, path, header, tensor)
@@ -149,7 +159,7 @@ async def get(
     return ExitCode.OK
 
 
-async def verify(store: Store, out: Output, target: Target, *, max_tensor_bytes: int) -> ExitCode:
+async def verify(store: Store, out: Output, target: Target, *, demands: Demands) -> ExitCode:
     """Read and decode objects with every check; report those that fail."""
     infos = [info async for info in _matching(store, target) if _namespace(info.key) is not None]
     if not infos:
@@ -158,7 +168,7 @@ async def verify(store: Store, out: Output, target: Target, *, max_tensor_bytes:
     with out.progress("verifying", len(infos)) as advance:
         for info in infos:
             try:
-                await _whole(store, info, max_tensor_bytes)
+                await _whole(store, info, demands)
             except FrameError as error:
                 bad += 1
                 _bad(out, info.key, error)
@@ -173,7 +183,8 @@ async def verify(store: Store, out: Output, target: Target, *, max_tensor_bytes:
 
 async def rm(store: Store, out: Output, target: Target, *, yes: bool) -> ExitCode:
     """Delete objects, after `--yes` or their typed number."""
-    infos = [info async for info in _matching(store, target)]
+    named = target.prefix()
+    infos = [info async for info in _matching(store, target) if not spared(info.key, named)]
     if not infos:
         return _absent(out, target)
     total = human_bytes(sum(info.size for info in infos))
@@ -184,6 +195,7 @@ async def rm(store: Store, out: Output, target: Target, *, yes: bool) -> ExitCod
         )
     failed: dict[str, str] = {}
     keys = [info.key for info in infos]
+    told = await announce(store, out, keys)
     with out.progress("deleting", len(keys)) as advance:
         for start in range(0, len(keys), _DELETE_BATCH):
             batch = keys[start : start + _DELETE_BATCH]
@@ -195,7 +207,7 @@ async def rm(store: Store, out: Output, target: Target, *, yes: bool) -> ExitCod
         for key, reason in failed.items():
             out.line(f"{key}: {reason}", style="red")
         out.line(f"{len(keys) - len(failed)} deleted, {len(failed)} failed")
-    return ExitCode.FINDING if failed else ExitCode.OK
+    return ExitCode.OK if told and not failed else ExitCode.FINDING
 
 
 async def _list_objects(store: Store, out: Output, prefix: str) -> ExitCode:
@@ -239,24 +251,29 @@ async def _one(store: Store, target: Target) -> ObjectInfo | None:
     return found[0] if found else None
 
 
-async def _header(store: Store, info: ObjectInfo, max_tensor_bytes: int) -> Header:
+async def _header(store: Store, info: ObjectInfo, demands: Demands) -> Header:
     length = _FIRST_READ
     while True:
         head = await _read(store, info, length=min(length, info.size))
         try:
-            return read_header(head, max_tensor_bytes=max_tensor_bytes)
+            return read_header(
+                head, max_tensor_bytes=demands.max_tensor_bytes, keyring=demands.keyring
+            )
         except FrameTruncatedError:
             if length >= min(info.size, MAX_HEAD_BYTES):
                 raise
             length = MAX_HEAD_BYTES
 
 
-async def _whole(store: Store, info: ObjectInfo, max_tensor_bytes: int) -> tuple[Header, bytearray]:
+async def _whole(store: Store, info: ObjectInfo, demands: Demands) -> tuple[Header, bytearray]:
     """The object after every check, the one of its name included."""
-    if info.size > max_tensor_bytes + max_tensor_bytes // 8 + MAX_HEAD_BYTES:
+    limit = demands.max_tensor_bytes
+    if info.size > limit + limit // 8 + MAX_HEAD_BYTES:
         raise FrameTooLargeError(f"{info.size} stored bytes; raise max_item_size to read them")
     body = await _read(store, info, length=None)
-    header, tensor = await asyncio.to_thread(decode, body, max_tensor_bytes=max_tensor_bytes)
+    header, tensor = await asyncio.to_thread(
+        decode, body, max_tensor_bytes=limit, keyring=demands.keyring
+    )
     _check_name(header, info)
     return header, tensor
 
@@ -321,6 +338,8 @@ def _facts(info: ObjectInfo, header: Header) -> dict[str, object]:
         "etag": info.etag,
         "encode_seconds": header.meta.encode_seconds,
         "placeholder": dict(header.meta.placeholder),
+        "input_digest": header.meta.input_digest,
+        "key_id": header.key_id,
     }
 
 
@@ -339,6 +358,8 @@ def _described(facts: dict[str, object]) -> dict[str, object]:
         "etag": facts["etag"],
         "encoded in": "unknown" if seconds is None else human_seconds(float(str(seconds))),
         "placeholder": json.dumps(facts["placeholder"]),
+        "bound to": facts["input_digest"] or "no input",
+        "signed by": facts["key_id"] or "nobody",
     }
 
 

@@ -16,10 +16,10 @@ from pydantic import BeforeValidator
 from ec_s3 import errors, sources
 from ec_s3.config import ECConfig
 from ec_s3.errors import ECS3Error
-from ec_s3.metrics import METRICS
+from ec_s3.metric_table import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pydantic.fields import FieldInfo
 
@@ -173,11 +173,19 @@ def cli_page() -> str:
     group: Any = get_command(app)  # typer hides the type of its groups
     codes = [(f"`{code.value}`", _CODES[code.name]) for code in ExitCode]
     parts = [_CLI, _table(("Exit code", "Meaning"), codes), "## Global options", _options(group)]
-    for name, command in group.commands.items():
+    for name, command in _commands(group):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         usage = " ".join((f"ec-s3 {name}", *(f"[{p.metavar}]" for p in arguments), "[OPTIONS]"))
         parts += [f"## {name}", f"```text\n{usage}\n```", command.help, _options(command)]
     return _page(*(part for part in parts if part))
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -8,17 +8,23 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ec_s3.config import ECConfig
+from ec_s3.connector.asking import WeightChanges
+from ec_s3.connector.binding import Binder
 from ec_s3.connector.holds import Holds
 from ec_s3.connector.identity import facts_of, namespace_of
 from ec_s3.connector.link import RankHub, socket_name
-from ec_s3.connector.media import Classifier
+from ec_s3.connector.media import Classifier, Rules
+from ec_s3.connector.published import published, uploads_work
+from ec_s3.connector.reports import RankReports
 from ec_s3.connector.scheduler import Scheduler
 from ec_s3.connector.state import Setup
+from ec_s3.connector.widths import MODALITIES, output_widths
 from ec_s3.connector.worker import Worker
 from ec_s3.errors import ConfigError
 from ec_s3.metrics import Stats
@@ -26,6 +32,8 @@ from ec_s3.pages import Slab
 from ec_s3.port import ThreadPort
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping
+
     from ec_s3.keys import Namespace
     from ec_s3.port import EnginePort
     from ec_s3.types import FlushReport
@@ -33,7 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEEDED_HOOKS = ("take_unavailable_requests", "start_worker_services", "ensure_cache_available")
-_MODALITIES = ("image", "video", "audio", "vision_chunk")
+
+
+RANKS_SECONDS = 1.0
+"""How long the start waits for the ranks; they map in the background, whatever it takes."""
+
+
+COLLECT_SECONDS = 2.0
+"""After how long a finished request counts for itself, where vLLM has not asked for statistics."""
 
 
 @dataclass(slots=True)
@@ -44,11 +59,34 @@ class SchedulerSide:
     port: EnginePort
     hub: RankHub
     slab: Slab
+    binder: Binder
     stats: Stats
     flush_timeout: float
+    classifier: Classifier
+    holds: Holds
+    publishes: bool
+    collected_at: float = 0.0
+
+    def publish(
+        self, features: Iterable[Any], shared: Container[str], digests: Mapping[str, str]
+    ) -> dict[str, Any] | None:
+        """What is told of a finished request's items, see `published`."""
+        if not self.publishes:
+            return None
+        if time.monotonic() >= self.collected_at + COLLECT_SECONDS:
+            self.collect()  # for the next request: vLLM may not ask for statistics at all
+        return published(features, shared, placeholder=self.classifier.placeholder, digests=digests)
+
+    def collect(self) -> None:
+        """Add what the engine has counted to `stats`; learn whether saves reach the bucket."""
+        self.collected_at = time.monotonic()
+        counted = self.port.drain_stats()
+        self.holds.uploading = uploads_work(counted, before=self.holds.uploading)
+        self.stats.merge(counted)
 
     def close(self) -> FlushReport:
         """Flush within the configured time, then let go of everything."""
+        self.binder.close()
         report = self.port.close(self.flush_timeout)
         self.hub.close()
         self.slab.close()
@@ -106,6 +144,7 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
         config = config.model_copy(update={"second_sight": False})
     namespace = namespace_of(vllm_config, config)
     _warn_shutdown(vllm_config, config)
+    warn_of_local_names(vllm_config)
     setup = _setup(vllm_config, config, namespace)
     classifier = _classifier(vllm_config, config)
     with ExitStack() as undo:
@@ -114,7 +153,12 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
         threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
         port = _open_port(config, namespace, slab, facts_of(vllm_config))
         undo.callback(port.close, 0.0)
+        binder = Binder()
+        undo.callback(binder.close)
         holds = Holds(setup, port)
+        stats = Stats()
+        reports = RankReports(setup.ranks, stats, then=holds.on_answer)
+        changes = WeightChanges()
         nonce = secrets.token_hex(16)
         # Ranks may answer from here on.
         hub = RankHub(
@@ -122,15 +166,44 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
             nonce=nonce,
             slab=slab,
             world=setup.ranks,
-            on_answer=holds.on_answer,
+            on_answer=reports.take,
+            on_request=changes.carry_out,
         )
         undo.pop_all()
-    stats = Stats()
     scheduler = Scheduler(
-        setup, port=port, holds=holds, hub=hub, classifier=classifier, stats=stats, nonce=nonce
+        setup,
+        port=port,
+        holds=holds,
+        hub=hub,
+        classifier=classifier,
+        bind=binder.bind,
+        stats=stats,
+        nonce=nonce,
     )
+    changes.scheduler = scheduler
     logger.info("encoder cache namespace %s", namespace.id)
-    return SchedulerSide(scheduler, port, hub, slab, stats, config.flush_timeout)
+    _await_ranks(hub)
+    return SchedulerSide(
+        scheduler,
+        port,
+        hub,
+        slab,
+        binder,
+        stats,
+        config.flush_timeout,
+        classifier,
+        holds,
+        publishes=setup.producer and config.url is not None,
+    )
+
+
+def _await_ranks(hub: RankHub) -> None:
+    """Let the first requests find the cache on: ranks need milliseconds to map a small slab."""
+    give_up = time.monotonic() + RANKS_SECONDS
+    while not hub.ready and time.monotonic() < give_up:
+        time.sleep(0.002)
+    if not hub.ready:
+        logger.info("the encoder cache turns on once every rank has mapped the host memory")
 
 
 def _open_port(
@@ -150,7 +223,7 @@ def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
         producer=bool(ec.is_ec_producer),
         consumer=bool(ec.is_ec_consumer),
         dtype=namespace.dtype,
-        widths=dict(ec.mm_encoder_output_widths),
+        widths=output_widths(vllm_config),
         # A drafter reads, and so needs, a little more than the chunk.
         window=int(scheduler.max_num_batched_tokens)
         + int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
@@ -158,6 +231,9 @@ def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
         fetch_timeout=config.fetch_timeout,
         metadata_timeout=config.metadata_timeout,
         max_deferred=config.max_deferred_requests,
+        min_width=int(vllm_config.model_config.get_inputs_embeds_size()),
+        require_binding=config.require_binding,
+        replay=_replay(vllm_config),
     )
 
 
@@ -166,7 +242,7 @@ def _classifier(vllm_config: Any, config: ECConfig) -> Classifier:
 
     # Resolved now: the first look-up builds a processor, which no hook may wait for.
     resolver = PlaceholderMetadataResolver(vllm_config.model_config)
-    fields = {modality: set(resolver.fields_for(modality)) for modality in _MODALITIES}
+    fields = {modality: set(resolver.fields_for(modality)) for modality in MODALITIES}
     lora = getattr(vllm_config, "lora_config", None)
     tower = bool(lora is not None and getattr(lora, "enable_tower_connector_lora", False))
     if tower and not config.adapter:
@@ -175,9 +251,26 @@ def _classifier(vllm_config: Any, config: ECConfig) -> Classifier:
             "tell its content; set `adapter` to a fingerprint of it"
         )
     return Classifier(
-        metadata_fields=lambda modality: fields.get(modality, set()),
-        tower_adapters=tower and not config.adapter,
+        Rules(
+            metadata_fields=lambda modality: fields.get(modality, set()),
+            tower_adapters=tower and not config.adapter,
+            salted=config.salted_requests,
+            client_names=config.persist_client_uuids,
+        )
     )
+
+
+def _replay(vllm_config: Any) -> int:
+    """Most tokens of a prefix hit that vLLM computes again.
+
+    It does so for sliding windows over latent attention (its `prefix_replay_tokens`, 0.32); which
+    layers have them is not known here, so every model that could is taken for one.
+    """
+    model = vllm_config.model_config
+    replays = getattr(vllm_config.cache_config, "swa_bounded_replay", False)
+    if not (replays and getattr(model, "use_mla", False)):
+        return 0
+    return int(getattr(model.hf_text_config, "sliding_window", None) or 0)
 
 
 def _warn_shutdown(vllm_config: Any, config: ECConfig) -> None:
@@ -185,6 +278,18 @@ def _warn_shutdown(vllm_config: Any, config: ECConfig) -> None:
         logger.warning(
             "vLLM's shutdown timeout is 0: a server that is told to stop loses the uploads under "
             "way; start it with --shutdown-timeout of 5 s or more"
+        )
+
+
+def warn_of_local_names(vllm_config: Any) -> None:
+    """Say so when vLLM names items by their request: nothing so named can be found again."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    cache = getattr(vllm_config, "cache_config", None)
+    processed = getattr(multimodal, "mm_processor_cache_gb", None)
+    if processed == 0 and not getattr(cache, "enable_prefix_caching", True):
+        logger.warning(
+            "with mm_processor_cache_gb=0 and enable_prefix_caching=False vLLM does not hash "
+            "media, and what it names by the request is not cached; switch one of them on"
         )
 
 

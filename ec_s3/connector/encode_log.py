@@ -1,6 +1,11 @@
 """A log of every call of a model's multimodal encoder, one JSON line per call.
 
-`python -m ec_s3.connector.offline` uses it to prove that a warm bucket saves the encoder's work.
+`python -m ec_s3.connector.offline` uses it to prove that a warm bucket saves the encoder's work;
+
+    python -m ec_s3.connector.encode_log WORKDIR COMMAND...
+
+runs any command with it, for example a vLLM server, and the log is `WORKDIR/encode.jsonl`.
+
 It counts where the work happens: in each worker process, around the model class's
 `embed_multimodal`, for any model. It gets there as a vLLM general plugin that exists only for the
 processes started below `installed()`; no server of a user ever loads it.
@@ -20,13 +25,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _PATH_VARIABLE = "ENCODE_LOG_OF_EC_S3"  # not EC_S3_*: those are settings
 _PLUGIN = "ec_s3_encode_log"
+_MODULE = "ec_s3.connector.encode_log"  # not __name__: that is `__main__` when run as a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ def installed(workdir: Path) -> Iterator[EncodeLog]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\n{_PLUGIN} = {__name__}:register\n"
+        f"[vllm.general_plugins]\n{_PLUGIN} = {_MODULE}:register\n"
     )
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(plugins), previous) if p)
@@ -131,3 +137,16 @@ def _wrap(model_class: Any, path: Path) -> None:
 
     logged.ec_s3_logged = True  # type: ignore[attr-defined]  # marks the function as wrapped
     model_class.embed_multimodal = logged
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Become the command, with the log installed."""
+    if len(arguments) < 2:
+        raise SystemExit("usage: python -m ec_s3.connector.encode_log WORKDIR COMMAND...")
+    workdir, *command = arguments
+    with installed(Path(workdir)):
+        os.execvp(command[0], command)  # noqa: S606  running a command is what this is for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

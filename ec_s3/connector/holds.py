@@ -11,7 +11,7 @@ the queue of answers.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ec_s3.connector.media import Kind
@@ -20,10 +20,15 @@ from ec_s3.port import Absent, Granted, Present, Ready, Want
 from ec_s3.types import DTYPE_BYTES, Extent, ItemMeta, TensorSpec
 
 if TYPE_CHECKING:
+    from ec_s3.connector.binding import Binding
     from ec_s3.connector.link import Answer
     from ec_s3.connector.media import MediaItem
     from ec_s3.connector.state import Seen, Setup
     from ec_s3.port import EnginePort, Event
+
+
+LOST_SAVES = 1024
+"""Most saves remembered as not having happened; they matter until their request ends."""
 
 
 @dataclass(slots=True)
@@ -35,8 +40,22 @@ class _Grant:
     extents: tuple[Extent, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What a rank is about to put into a reservation's pages."""
+
+    name: str
+    spec: TensorSpec
+    meta: ItemMeta
+    binding: Binding
+
+
 class Holds:
-    """The table of held items, by name."""
+    """The table of held items, by name.
+
+    Attributes:
+        uploading: whether saves are on their way to the bucket, as far as can be told.
+    """
 
     def __init__(self, setup: Setup, port: EnginePort) -> None:
         self._setup = setup
@@ -44,10 +63,12 @@ class Holds:
         self._held: dict[str, Held] = {}
         self._by_ticket: dict[int, str] = {}
         self._grants: dict[str, _Grant] = {}
-        self._saving: dict[int, tuple[str, TensorSpec]] = {}
+        self._saving: dict[int, _Save] = {}
         self._loading: dict[int, tuple[str, Held, set[int]]] = {}
         self._answers: deque[tuple[Answer, str]] = deque()
+        self._lost: deque[int] = deque(maxlen=LOST_SAVES)
         self._next = 0
+        self.uploading = True
 
     def __len__(self) -> int:
         return len(self._held) + len(self._grants) + len(self._saving) + len(self._loading)
@@ -99,6 +120,17 @@ class Holds:
         for name in list(seen.holds):
             self.let_go(request_id, seen, name)
 
+    def start_over(self) -> None:
+        """Nobody gets what is held now; loads under way keep their pages until they are answered.
+
+        The caller makes requests forget what they hold.
+        """
+        held_before, self._held = self._held, {}
+        for name, held in held_before.items():
+            held.holders.clear()
+            self._drop_grant(name)
+            self._end_if_free(name, held)
+
     def _end_if_free(self, name: str, held: Held) -> None:
         if held.holders or held.transfers:
             return
@@ -115,7 +147,8 @@ class Holds:
     def give_back(self, ticket: int) -> None:
         """End a ticket, whatever it stands for."""
         self._by_ticket.pop(ticket, None)
-        self._saving.pop(ticket, None)
+        if self._saving.pop(ticket, None) is not None:
+            self._lost.append(ticket)
         self._port.release(ticket)
 
     def _ticket(self) -> int:
@@ -133,7 +166,7 @@ class Holds:
 
     def _save_nbytes(self, item: MediaItem) -> int:
         width = self._setup.widths.get(item.modality, 0)
-        if not self._setup.producer or item.kind is not Kind.MEDIA:
+        if not self._setup.producer or item.kind is not Kind.MEDIA or not item.persist:
             return 0
         return item.rows * width * DTYPE_BYTES[self._setup.dtype]
 
@@ -171,9 +204,15 @@ class Holds:
         self._by_ticket.pop(grant.ticket, None)
         return grant.ticket, grant.extents
 
-    def expect_save(self, ticket: int, name: str, spec: TensorSpec) -> None:
+    def expect_save(
+        self, ticket: int, name: str, spec: TensorSpec, *, meta: ItemMeta, binding: Binding
+    ) -> None:
         """A rank will fill the ticket's pages with this tensor, or report that it did not."""
-        self._saving[ticket] = (name, spec)
+        self._saving[ticket] = _Save(name, spec, meta, binding)
+
+    def lost(self, ticket: int) -> bool:
+        """Whether a save, of late, did not happen."""
+        return ticket in self._lost
 
     # -- events ----------------------------------------------------------------------------
 
@@ -183,14 +222,22 @@ class Holds:
         A filled reservation becomes ready at once, as an idle engine makes no further step. What
         concerns the scheduler's own state waits for `take_in`.
         """
-        name = ""
-        if answer.kind == "saved":
-            name, spec = self._saving.pop(answer.number, ("", None))
-            if spec is not None and answer.done:
-                self._port.filled(answer.number, spec, ItemMeta())
-            elif spec is not None:
-                self._port.release(answer.number)
-        self._answers.append((answer, name))
+        save = self._saving.pop(answer.number, None) if answer.kind == "saved" else None
+        if save is not None and answer.done:
+            self._fill(answer, save)
+        elif save is not None:
+            self._lost.append(answer.number)
+            self._port.release(answer.number)
+        self._answers.append((answer, save.name if save is not None else ""))
+
+    def _fill(self, answer: Answer, save: _Save) -> None:
+        """The pages are filled; the engine takes them once the digest of the inputs is known."""
+        meta = replace(save.meta, encode_seconds=answer.encode_seconds)
+        save.binding.on_done(
+            lambda digest: self._port.filled(
+                answer.number, save.spec, replace(meta, input_digest=digest)
+            )
+        )
 
     def take_in(self) -> bool:
         """Take in what engine and ranks have said; whether a rank is gone."""
@@ -224,9 +271,10 @@ class Holds:
             self._port.release(event.ticket)  # the hold was given up before the answer came
         elif isinstance(event, Ready):
             held.state, held.spec, held.extents = State.READY, event.spec, event.extents
+            held.meta, held.shared = event.meta, event.shared
             self._drop_grant(name)  # nothing is to be saved any more
         elif isinstance(event, Present):
-            held.state = State.PRESENT
+            held.state, held.shared = State.PRESENT, True
             self._drop_grant(name)
         elif isinstance(event, Absent):
             held.state, held.reason = State.ABSENT, event.reason

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from ec_s3.config import ECConfig
 
 _IRRELEVANT = frozenset(
-    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "text_config", "use_cache"}
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
-"""Of the configuration of a model and of its parts: where it lies, who wrote it, and the language
-model's own part."""
+"""Of the configuration of a model and of its parts: where it lies, and who wrote it."""
+
+_LANGUAGE_MODEL = "text_config"
+_LANGUAGE_FIELDS = ("hidden_size",)
+"""Of the language model's own part: its width, which an encoder's output is projected to. A tensor
+of another width ends an engine that loads it."""
 
 _MM_FIELDS = ("video_pruning_rate", "mm_encoder_attn_dtype")
 """Of vLLM's multimodal settings: what changes an encoder's output without changing the item."""
@@ -40,6 +44,7 @@ def namespace_of(vllm_config: Any, config: ECConfig) -> Namespace:
         quantization=str(model.quantization or ""),
         weight_version=config.weight_version,
         adapter=config.adapter,
+        hash_scheme=hash_scheme(getattr(model, "multimodal_config", None)),
         salt=config.salt.get_secret_value() if config.salt is not None else "",
     )
 
@@ -58,13 +63,31 @@ def encoder_fingerprint(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def hash_scheme(multimodal: Any) -> str:
+    """What vLLM's hasher makes of a fixed item, 16 hex digits.
+
+    It changes with the algorithm and with the way in which content is fed to it (as between vLLM
+    0.30 and 0.31), so that no identifier of one scheme is ever taken for one of another.
+    """
+    from PIL import Image
+    from vllm.multimodal.hasher import MultiModalHasher
+
+    image = Image.new("RGB", (2, 1), (1, 2, 3))
+    probe = {"model_id": "ec_s3", "image": image, "kwargs": {"a": [1]}}
+    algorithm = getattr(multimodal, "mm_hasher_algorithm", None)
+    arguments = () if algorithm is None else (algorithm,)
+    return str(MultiModalHasher.hash_kwargs(*arguments, **probe))[:16]
+
+
 def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
     """A configuration without what does not matter, its parts' configurations included."""
-    return {
-        name: _relevant(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name not in _IRRELEVANT
-    }
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == _LANGUAGE_MODEL and isinstance(value, dict):
+            found[name] = {field: value.get(field) for field in _LANGUAGE_FIELDS}
+        elif name not in _IRRELEVANT:
+            found[name] = _relevant(value) if isinstance(value, dict) else value
+    return found
 
 
 def facts_of(vllm_config: Any) -> dict[str, object]:

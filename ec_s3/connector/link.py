@@ -7,7 +7,8 @@ Both sides check the other one's user id; the hub takes only its own process and
 so that two engines of one host that share a name cannot get hold of each other's ranks. End of
 file means: that rank is gone. A forked child of either side has none of these sockets.
 
-Neither side's hooks ever wait for a socket.
+Neither side's hooks ever wait for a socket. A rank may also ask for something (`RankLink.ask`), and
+wait for the answer outside of any hook.
 
 Locking: a link's `_gate` is held while its socket is written to, so that nobody closes it
 meanwhile; a burst may block the sending thread there, and only that thread, until `_hang_up`.
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ec_s3.connector import packets
+from ec_s3.connector.asking import Asking
 from ec_s3.pages import Slab
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SEND_SECONDS = 5.0
 FIRST_PAUSE = 0.02
+MAX_ERROR_CHARS = 2000
 LONGEST_PAUSE = 0.1  # a first request may follow the hub by less than a second
 
 
@@ -52,15 +55,21 @@ class Answer:
 
     Attributes:
         rank: who.
-        kind: `mapped`, `loaded`, `saved` or `gone`.
+        kind: `mapped`, `loaded`, `saved`, `failed` (an unexpected error in a hook) or `gone`.
         number: transfer or ticket of the order.
         done: whether the copy was made.
+        pinned: whether a mapped slab is registered with CUDA.
+        copy_seconds: time of the copy.
+        encode_seconds: time that the encoder needed for a saved item.
     """
 
     rank: int
     kind: str
     number: int = -1
     done: bool = False
+    pinned: bool = False
+    copy_seconds: float | None = None
+    encode_seconds: float | None = None
 
 
 class RankHub:
@@ -72,6 +81,8 @@ class RankHub:
         slab: the host memory; its descriptor goes to the ranks.
         world: ranks that must map the slab before anything may be promised.
         on_answer: called on the hub's thread with every answer; must be quick.
+        on_request: called there with what a rank asks for, and its argument; it has been done on
+            return, and what it raises is told to the rank. Must be quick.
 
     Attributes:
         address: where it listens.
@@ -88,11 +99,13 @@ class RankHub:
         slab: Slab,
         world: int,
         on_answer: Callable[[Answer], None],
+        on_request: Callable[[str, str], None],
     ) -> None:
         self._nonce = nonce
         self._slab = slab
         self._world = world
         self._on_answer = on_answer
+        self._on_request = on_request
         self._ranks: dict[socket.socket, int] = {}  # -1: has not said who it is
         self._mapped: set[int] = set()
         self._lost = False
@@ -161,13 +174,33 @@ class RankHub:
         ours = message.get("nonce") == self._nonce
         if kind == "mapped" and ours and rank >= 0 and rank not in self._mapped:
             self._mapped.add(rank)
-            return Answer(rank, "mapped")
-        if kind not in ("loaded", "saved") or rank not in self._mapped:
+            return Answer(rank, "mapped", pinned=message.get("pinned") is True)
+        if kind == "ask" and rank in self._mapped:
+            self._carry_out(sock, message)
+            return None
+        if kind not in ("loaded", "saved", "failed") or rank not in self._mapped:
             raise ValueError(f"{kind!r} is not expected")
         if not ours:
             return None  # about another slab, which this rank has had before
         number = packets.number(message, "number")
-        return Answer(rank, str(kind), number, message.get("done") is True)
+        return Answer(
+            rank,
+            str(kind),
+            number,
+            message.get("done") is True,
+            copy_seconds=packets.seconds(message, "copy_seconds"),
+            encode_seconds=packets.seconds(message, "encode_seconds"),
+        )
+
+    def _carry_out(self, sock: socket.socket, message: dict[str, Any]) -> None:
+        number, error = packets.number(message, "number"), ""
+        try:
+            self._on_request(str(message.get("what")), str(message.get("argument")))
+        except Exception as problem:  # a border: the rank that asked waits for an answer
+            error = str(problem) or type(problem).__name__
+            logger.warning("what a rank asked for could not be done", exc_info=True)
+        answer = {"kind": "answer", "number": number, "error": error[:MAX_ERROR_CHARS]}
+        sock.send(json.dumps(answer).encode())
 
     def _greet(self, sock: socket.socket, rank: int) -> None:
         """Hand over the slab, unless somebody else is, or was, this rank."""
@@ -205,16 +238,18 @@ class RankLink:
         name: where the hub listens.
         rank: this rank's number within the engine.
         prepare: called with the mapped slab and its nonce on the link's thread, before `mapped`
-            is reported; owns the slab. The place to populate, pin and build views.
+            is reported; owns the slab. The place to populate, pin and build views. Returns
+            whether the memory is pinned.
     """
 
-    def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], None]) -> None:
+    def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], object]) -> None:
         self._name = name
         self._rank = rank
         self._prepare = prepare
         self._gate = threading.Lock()
         self._sock: socket.socket | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._asking = Asking(self._outbox.put)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="ec_s3-link", daemon=True)
         self._sender = threading.Thread(target=self._send, name="ec_s3-answers", daemon=True)
@@ -227,17 +262,27 @@ class RankLink:
             self._name = name
             self._hang_up()
 
-    def answer(self, kind: str, number: int, *, nonce: str, done: bool) -> None:
+    def answer(
+        self, kind: str, number: int, *, nonce: str, done: bool, **seconds: float | None
+    ) -> None:
         """Report on an order; any thread, never waits for the hub to read.
 
         Args:
-            kind: `loaded` or `saved`.
+            kind: `loaded`, `saved` or `failed`.
             number: transfer or ticket of the order.
             nonce: the slab that the order spoke of.
             done: whether the copy was made.
+            **seconds: `copy_seconds` and `encode_seconds` of an `Answer`, as far as known.
         """
-        answer = {"kind": kind, "number": number, "done": done, "nonce": nonce}
+        answer = {"kind": kind, "number": number, "done": done, "nonce": nonce, **seconds}
         self._outbox.put(json.dumps(answer).encode())
+
+    def ask(self, what: str, argument: str, *, timeout: float) -> None:
+        """Ask the scheduler part for something, and wait until it has been done; any thread.
+
+        Never from a hook. `TimeoutError` and others are raised as by `Asking.ask`.
+        """
+        self._asking.ask(what, argument, timeout=timeout)
 
     def _send(self) -> None:
         """Send answers in order; a burst may fill the socket, which no hook may wait for."""
@@ -277,24 +322,32 @@ class RankLink:
             message, fd = packets.receive_memory(sock)
             nonce = str(message.get("nonce"))
             try:
-                self._prepare(Slab.attach(fd, message.get("nbytes", 0)), nonce)
+                pinned = self._prepare(Slab.attach(fd, message.get("nbytes", 0)), nonce) is True
             except (OSError, ValueError) as error:
                 raise RuntimeError("the slab could not be mapped") from error
-            self._stay(sock, name, nonce)
+            self._stay(sock, name, {"kind": "mapped", "nonce": nonce, "pinned": pinned})
         finally:
             self._hang_up()
+            self._asking.disconnected()
             with self._gate:
                 self._sock = None
                 sock.close()
 
-    def _stay(self, sock: socket.socket, name: str, nonce: str) -> None:
+    def _stay(self, sock: socket.socket, name: str, report: dict[str, Any]) -> None:
         sock.settimeout(None)
         with self._gate:
             self._sock = sock  # before the report: orders may follow it at once
-            sock.send(json.dumps({"kind": "mapped", "nonce": nonce}).encode())
+            sock.send(json.dumps(report).encode())
+        self._asking.connected()
         # Whoever redirects or closes from here on sees the socket and shuts it.
-        while name == self._name and not self._closed.is_set() and sock.recv(packets.MAX_MESSAGE):
-            pass
+        while name == self._name and not self._closed.is_set():
+            raw = sock.recv(packets.MAX_MESSAGE)
+            if not raw:
+                return
+            try:
+                self._asking.take(packets.parse(raw))
+            except ValueError as error:
+                raise OSError(f"the scheduler's side said something else: {error}") from error
 
     def _hang_up(self) -> None:
         sock = self._sock
@@ -305,6 +358,7 @@ class RankLink:
     def close(self) -> None:
         """Send what is to be sent, a second at most, and hang up; idempotent."""
         self._closed.set()
+        self._asking.close()
         self._outbox.put(None)
         self._sender.join(1.0)
         self._hang_up()

@@ -6,18 +6,25 @@ Pure functions over vLLM's request objects, duck-typed: nothing of vLLM is impor
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ec_s3.keys import is_request_local
+from ec_s3.connector.params import Params, read_params
+from ec_s3.connector.published import hash_of, placeholder_of
+from ec_s3.keys import is_request_local, looks_like_content_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _SALTED, _PLAIN = "\0salt\0", "\0plain\0"
 """Prefixes of names that carry a request's cache salt, and of those that a client could have
 made to look like one."""
+
+
+_SHARED_MEMORY = "monotonic_id"
+"""A field of what vLLM hands over in place of the inputs with `mm_processor_cache_type="shm"`: an
+address that only its workers can read."""
 
 
 class Kind(Enum):
@@ -32,6 +39,9 @@ class Kind(Enum):
     UNTOUCHED = "untouched"
     """Never looked up, saved or loaded."""
 
+    REFUSED = "refused"
+    """Only placeholder metadata, of an item that may not be looked up: the request fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
@@ -45,6 +55,9 @@ class MediaItem:
         offset: first placeholder token.
         end: one past the last placeholder token.
         rows: encoder output rows that vLLM expects.
+        persist: whether its encoder output may be kept.
+        bound_to: without media, digest of the inputs that it must have been made of; empty for any.
+        inputs: the processed inputs as vLLM has them, None where they are not to be had.
     """
 
     name: str
@@ -54,6 +67,9 @@ class MediaItem:
     offset: int
     end: int
     rows: int
+    persist: bool = True
+    bound_to: str = ""
+    inputs: Any = field(default=None, compare=False, repr=False)
 
 
 def bind(identifier: str, cache_salt: str | None) -> str:
@@ -64,56 +80,87 @@ def bind(identifier: str, cache_salt: str | None) -> str:
     return f"{_SALTED}{digest}\0{identifier}"
 
 
-class Classifier:
-    """Decides the kind of each item.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What an engine lets be cached.
 
-    Args:
+    Attributes:
         metadata_fields: the placeholder metadata keys of a modality, as the model declares them.
         tower_adapters: whether identifiers may carry an adapter's name, whose content is unknown.
+        salted: whether requests with a cache salt take part.
+        client_names: whether outputs under identifiers that clients chose are kept.
     """
 
-    def __init__(self, *, metadata_fields: Callable[[str], set[str]], tower_adapters: bool) -> None:
-        self._metadata_fields = metadata_fields
-        self._tower_adapters = tower_adapters
+    metadata_fields: Callable[[str], set[str]]
+    tower_adapters: bool = False
+    salted: bool = False
+    client_names: bool = False
+
+
+class Classifier:
+    """Decides the kind of each item; one thread."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
 
     def items(self, request: Any) -> tuple[MediaItem, ...]:
         """The request's items, in order."""
         salt = getattr(request, "cache_salt", None)
-        return tuple(self._item(request, feature, salt) for feature in request.mm_features)
+        params = read_params(request)
+        adapter = self._rules.tower_adapters and getattr(request, "lora_request", None) is not None
+        barred = adapter or (bool(salt) and not self._rules.salted)
+        return tuple(
+            self._item(feature, salt, barred=barred, params=params)
+            for feature in request.mm_features
+        )
 
-    def _item(self, request: Any, feature: Any, salt: str | None) -> MediaItem:
+    def needs_loading(self, request: Any, reach: int) -> bool:
+        """Whether some item beyond a token position cannot be encoded; looks at nothing else."""
+        for feature in request.mm_features:
+            position = feature.mm_position
+            beyond = int(position.offset) + int(position.length) > reach
+            if beyond and position.get_num_embeds() and not self._carried(feature):
+                return True
+        return False
+
+    def placeholder(self, feature: Any) -> Mapping[str, object]:
+        """What lays an item out (grid, counts), JSON-able."""
+        return placeholder_of(feature, self._rules.metadata_fields(str(feature.modality)))
+
+    def _item(self, feature: Any, salt: str | None, *, barred: bool, params: Params) -> MediaItem:
         position = feature.mm_position
         identifier = str(feature.identifier)
+        kind = self._kind(feature, identifier, barred=barred)
+        named_by_content = self._rules.client_names or looks_like_content_hash(identifier)
+        media = kind is Kind.MEDIA
         return MediaItem(
             name=bind(identifier, salt),
             identifier=identifier,
-            kind=self._kind(request, feature, identifier),
+            kind=kind,
             modality=str(feature.modality),
             offset=int(position.offset),
             end=int(position.offset) + int(position.length),
             rows=int(position.get_num_embeds()),
+            persist=media and params.store and named_by_content,
+            bound_to="" if media else params.digest(hash_of(feature)),
+            inputs=feature.data if media and _SHARED_MEMORY not in feature.data else None,
         )
 
-    def _kind(self, request: Any, feature: Any, identifier: str) -> Kind:
+    def _kind(self, feature: Any, identifier: str, *, barred: bool) -> Kind:
         if not feature.mm_position.get_num_embeds():
             return Kind.UNTOUCHED
-        present = _present_fields(feature)
-        carried = present - self._metadata_fields(str(feature.modality))
+        barred = barred or is_request_local(identifier)
+        carried = self._carried(feature)
         if not carried:
-            return Kind.METADATA
+            return Kind.REFUSED if barred else Kind.METADATA
         embeds = feature.modality == "prompt_embeds" or any(
             name.endswith("_embeds") for name in carried
         )
-        unsafe = (
-            embeds
-            or is_request_local(identifier)
-            or (self._tower_adapters and getattr(request, "lora_request", None) is not None)
-        )
-        return Kind.UNTOUCHED if unsafe else Kind.MEDIA
+        return Kind.UNTOUCHED if barred or embeds else Kind.MEDIA
 
-
-def _present_fields(feature: Any) -> set[str]:
-    """Names of the input fields that the request really carries for an item."""
-    if not feature.data:
-        return set()
-    return {name for name, value in feature.data.items() if value.data is not None}
+    def _carried(self, feature: Any) -> set[str]:
+        """Names of the input fields, beyond placeholder metadata, that the request carries."""
+        if not feature.data:
+            return set()
+        present = {name for name, value in feature.data.items() if value.data is not None}
+        return present - self._rules.metadata_fields(str(feature.modality))

@@ -38,12 +38,15 @@ class SaveOrder:
         identifier: key in vLLM's encoder cache.
         spec: exactly what the tensor must be, or nothing is copied.
         extents: where to.
+        cached: it is not encoded in this step but lies in vLLM's encoder cache, and the bucket has
+            lost it.
     """
 
     ticket: int
     identifier: str
     spec: TensorSpec
     extents: tuple[Extent, ...]
+    cached: bool = False
 
 
 @dataclass(slots=True)
@@ -53,9 +56,11 @@ class StepMetadata:
     Attributes:
         nonce: the slab that the orders speak of; a rank that maps another one must not copy.
         address: socket name where that slab is to be had.
+        encodes: items that vLLM encodes in this step, whether they are saved or not.
     """
 
     nonce: str = ""
     address: str = ""
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    encodes: int = 0

@@ -3,8 +3,9 @@
     python -m ec_s3.connector.offline JOB.json RESULT.json    # one shot: the job's batches
     python -m ec_s3.connector.offline JOB.json                # batches from stdin, a line each
 
-In the second form every line of standard output is a JSON object: first `Started`, then one
-`BatchResult` per line of standard input (`{"prompts": [...]}`), and `Finished` after its end.
+In the second form every line of standard output is a JSON object: first `Started`, then one per
+line of standard input, and `Finished` after its end. A line is `{"prompts": [...]}`, answered by a
+`BatchResult`, `{"load": [...]}`, answered by a `LoadResult`, or `{"metrics": true}`.
 vLLM's own output goes to standard error. `ec_s3.testing.vllm_process` is the other end.
 
 Owns a whole process: it redirects standard output and sets vLLM's environment variables. The
@@ -24,44 +25,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ec_s3.connector import encode_log
+from ec_s3.connector.mixed_load import LoadRequest, MixedLoad
 from ec_s3.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ec_s3.connector.encode_log import EncodeLog
+    from ec_s3.connector.mixed_load import Outcome
 
 _METRIC_PREFIXES = ("ec_s3", "vllm:ec_", "vllm:mm_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
-    """One image of a prompt.
+    """One image of a prompt, or another part of the message.
 
     Attributes:
         path: image file; None sends only `uuid` and `metadata`, as a client of an
             encode-prefill-decode deployment does.
         uuid: the client's own identifier, None for vLLM's content hash.
         metadata: what lays the item out without its pixels, for example `image_grid_thw`.
+        part: instead of all that, a part as OpenAI's chat API has them, for example `video_url`.
     """
 
     path: str | None = None
     uuid: str | None = None
     metadata: Mapping[str, Any] | None = None
+    part: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One request: a user message with images first and text after."""
+    """One request: a user message with images first and text after.
+
+    Attributes:
+        max_tokens: of the answer, None for the job's.
+        abort_after: seconds; see `LoadRequest`. Both count only in a load.
+    """
 
     text: str = "what is this?"
     media: tuple[Media, ...] = ()
+    max_tokens: int | None = None
+    abort_after: float | None = None
 
     @classmethod
     def parse(cls, row: Mapping[str, Any]) -> Prompt:
         """Build from JSON."""
         media = tuple(Media(**item) for item in row.get("media", ()))
-        return cls(text=row.get("text", "what is this?"), media=media)
+        return cls(**{**row, "media": media})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,14 @@ class BatchResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What became of each request of a load, and the images that it had encoded."""
+
+    outcomes: tuple[Outcome, ...]
+    encoder_items: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """The engine is up. Times are seconds since the epoch.
 
@@ -167,6 +187,7 @@ class OfflineEngine:
             raise ConfigError(f"vLLM is not installed here ({error}); run `make setup`") from error
         imported = time.time()
         self._log = log
+        self._job = job
         self._sampling = vllm.SamplingParams(
             max_tokens=job.max_tokens, temperature=0.0, logprobs=job.logprobs
         )
@@ -197,6 +218,27 @@ class OfflineEngine:
             encodes=tuple(encodes),
         )
 
+    def load(self, prompts: Sequence[Prompt]) -> LoadResult:
+        """Answer prompts that overlap, each timed, some aborted; greedily."""
+        load = MixedLoad(self._llm, in_process=not self._job.multiprocessing)
+        requests = []
+        for prompt in prompts:
+            params = self._sampling.clone()
+            params.max_tokens = prompt.max_tokens or self._job.max_tokens
+            requests.append(
+                LoadRequest(
+                    messages=_messages(prompt), params=params, abort_after=prompt.abort_after
+                )
+            )
+        outcomes = load.run(requests)
+        return LoadResult(
+            outcomes=tuple(outcomes), encoder_items=_per_process(self._log.drain())[1]
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """The encoder cache's samples as of vLLM's last report, keyed like the text format."""
+        return _metrics()
+
     def close(self) -> Finished:
         """Shut the engine down, so that the connector flushes its uploads."""
         metrics = _metrics()
@@ -225,8 +267,13 @@ def serve(job: Job, log: EncodeLog, *, requests: Iterable[str], answers: TextIO)
     engine = OfflineEngine(job, log)
     tell(asdict(engine.started))
     for line in requests:
-        prompts = [Prompt.parse(row) for row in json.loads(line)["prompts"]]
-        tell(asdict(engine.generate(prompts)))
+        match json.loads(line):
+            case {"prompts": rows}:
+                tell(asdict(engine.generate([Prompt.parse(row) for row in rows])))
+            case {"load": rows}:
+                tell(asdict(engine.load([Prompt.parse(row) for row in rows])))
+            case {"metrics": True}:
+                tell(engine.metrics())
     tell(asdict(engine.close()))
 
 
@@ -294,6 +341,8 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]]:
 
 def _part(item: Media) -> dict[str, Any]:
     part: dict[str, Any] = {} if item.uuid is None else {"uuid": item.uuid}
+    if item.part is not None:
+        return part | dict(item.part)
     if item.path is not None:
         from PIL import Image
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import os
 import socket
 import struct
@@ -108,6 +109,20 @@ def number(message: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}")  # noqa: TRY004  a wrong message
     return value
+
+
+def seconds(message: dict[str, Any], name: str) -> float | None:
+    """A time of a message, None when it names none.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    value = message.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
 
 
 def send_memory(sock: socket.socket, message: dict[str, Any], fd: int) -> None:

@@ -14,15 +14,16 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ec_s3.connector.judge import Judge
 from ec_s3.connector.media import Kind
 from ec_s3.connector.messages import LoadOrder, SaveOrder, StepMetadata
-from ec_s3.connector.state import Seen, State, Turns, Verdict
-from ec_s3.policy import should_defer
-from ec_s3.types import MissReason, TensorSpec
+from ec_s3.connector.state import Phase, Seen, State, Verdict
+from ec_s3.types import ItemMeta, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from ec_s3.connector.binding import Binding
     from ec_s3.connector.holds import Holds
     from ec_s3.connector.media import Classifier, MediaItem
     from ec_s3.connector.state import Held, Setup
@@ -31,16 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPROBE_SECONDS = 0.25
-"""Pause before an item that only a consumer's metadata names is asked for again."""
-
 IDLE_SECONDS = 0.0005
 """Pause of a step that does nothing but wait for fetches. vLLM in one process would spin through
 such steps and keep the interpreter from the very threads that it waits for."""
 
-GRANT_LEAD_SECONDS = 0.25
-"""How long before its deadline a waiting item asks for pages to save the encode into."""
-
+NEW_ITEMS_PER_STEP = 64
+"""Items looked at for the first time in one step (each costs 20 to 40 us): the requests of a burst
+that are beyond it wait for the next steps, and the requests that decode do not wait for them."""
 
 MIRROR_ITEMS = 1 << 16
 """Most identifiers remembered as being in vLLM's own cache. vLLM tells of evictions, but not of a
@@ -69,6 +67,7 @@ class Scheduler:
         holds: Holds,
         hub: Hub,
         classifier: Classifier,
+        bind: Callable[[Mapping[str, object] | None], Binding],
         stats: Stats,
         nonce: str,
         clock: Callable[[], float] = time.monotonic,
@@ -84,10 +83,21 @@ class Scheduler:
         self._clock = clock
         self._pause = pause
         self._requests: dict[str, Seen] = {}
-        self._mirror: set[str] = set()
-        self._deferred: set[str] = set()
-        self._turns = Turns()
+        self._mirror: dict[str, Binding | None] = {}
         self._unavailable: set[str] = set()
+        self._phase = Phase()
+        self._epoch = 0
+        self._judge = Judge(
+            setup,
+            holds=holds,
+            online=lambda: self.online,
+            holding=lambda: self._hub.ready and self._settled,
+            bind=bind,
+            mirror=self._mirror,
+            requests=self._requests,
+            stats=stats,
+            clock=clock,
+        )
         # What this step has promised and planned; cleared by `build_meta`.
         self._current: tuple[str, Seen] | None = None
         self._promised: dict[tuple[str, str], tuple[Seen, MediaItem, Held]] = {}
@@ -95,62 +105,100 @@ class Scheduler:
         self._loads: list[LoadOrder] = []
         self._saves: list[tuple[SaveOrder, str, int]] = []
         self._waited = False
-        self._warned_offline = False
+        self._new_items = 0
 
     # -- hooks -----------------------------------------------------------------------------
 
     @property
+    def busy(self) -> bool:
+        """Whether any request with media is under way."""
+        return bool(self._requests)
+
+    @property
     def online(self) -> bool:
-        """Whether anything may be promised: every rank has the slab, and the engine answers."""
-        return self._hub.ready and self._port.alive
+        """Whether anything may be promised.
+
+        Every rank has the slab, the engine answers, and the weights are not being changed.
+        """
+        return self._settled and self._hub.ready and self._port.alive
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the weights in use are those that everything held was made by."""
+        phase = self._phase
+        return phase.epoch == self._epoch and not phase.suspended
 
     def ensure(self, request: Any, computed: int) -> bool:
         """Whether the request may be scheduled; starts what it needs."""
         self._current = None
+        self._judge.vouched.clear()
         request_id = str(request.request_id)
         seen = self._requests.get(request_id)
         if seen is None or len(seen.items) != len(request.mm_features):
+            if self._new_items >= NEW_ITEMS_PER_STEP:
+                self._waited = True
+                return False
+            self._new_items += len(request.mm_features)
             seen = self._first_sight(request, request_id)
         self._current = (request_id, seen)
-        if computed >= seen.end:  # every placeholder is computed
-            self._goes_on(request_id, seen)
+        reach = self._reach(request, computed)
+        if reach >= seen.end:  # every placeholder is computed
+            seen.reached = reach
+            self._judge.stops_waiting(request_id, seen)
             self._holds.let_go_all(request_id, seen)
             return True
         self._pump()
         if seen.failed:
             self._unavailable.add(request_id)
             return False
-        waits = False
-        for item in seen.items:
-            if item.end <= computed:
-                continue
-            verdict = self._judge(request_id, seen, item)
-            if verdict is Verdict.FAIL:
-                self._fail(request_id, seen)
-                return False
-            near = item.kind is Kind.METADATA or item.offset < computed + self._setup.window
-            waits = waits or (verdict is Verdict.WAIT and near)
-        if waits and self._defer(request_id, seen):
+        verdict = self._judge.request(request_id, seen, reach=reach, computed=computed)
+        if verdict is Verdict.FAIL:
+            self._fail(request_id, seen)
+            return False
+        if verdict is Verdict.WAIT and self._judge.may_wait(request_id, seen):
             self._waited = True
             return False
-        self._goes_on(request_id, seen)
+        self._judge.stops_waiting(request_id, seen)
+        if not self._setup.consumer:
+            self._save_again(request, request_id, seen)
         return True
+
+    def _save_again(self, request: Any, request_id: str, seen: Seen) -> None:
+        """Save what vLLM's own cache holds, and so is not encoded, but the bucket has lost."""
+        for index, item in enumerate(seen.items):
+            binding = self._mirror.get(item.identifier)
+            if binding is not None:
+                self._plan_save(request, index, request_id, seen, encoded_from=binding)
+
+    def _reach(self, request: Any, computed: int) -> int:
+        """Up to where nothing is needed any more.
+
+        Of a prefix hit, some models compute the last tokens again (vLLM's `prefix_replay_tokens`):
+        vLLM tells only `request` where it stands, and goes back after `ensure`.
+        """
+        if not self._setup.replay or computed <= request.num_computed_tokens:
+            return computed
+        return max(0, computed - self._setup.replay)
 
     def excuse(self, request: Any, computed: int) -> bool:
         """The answer of `ensure` when nothing can be done for a request any more.
 
         One that carries its media goes on to the encoder; one that does not can only fail.
         """
-        items = (item for item in self._classifier.items(request) if item.end > computed)
-        if all(item.kind is not Kind.METADATA for item in items):
+        reach = self._reach(request, computed)
+        if not self._classifier.needs_loading(request, reach):
             return True
-        self._unavailable.add(str(request.request_id))
+        self.give_up(request)
         return False
+
+    def give_up(self, request: Any) -> None:
+        """Let a request fail, singly."""
+        self._unavailable.add(str(request.request_id))
 
     def has(self, identifier: str) -> bool:
         """Whether the item can be had without encoding; only right after `ensure`."""
         if identifier not in self._allocated:
-            self._mirror.discard(identifier)  # asked for means: vLLM does not have it
+            self._mirror.pop(identifier, None)  # asked for means: vLLM does not have it
         if self._current is None:
             return False
         request_id, seen = self._current
@@ -159,11 +207,12 @@ class Scheduler:
         if item is None or held is None or item.kind is Kind.UNTOUCHED:
             return False
         # Without media the answer was given in `ensure`: a no would end the engine for certain.
-        if item.kind is Kind.MEDIA and not self._hub.ready:
+        vouched = identifier in self._judge.vouched
+        if not vouched and not (self._hub.ready and self._settled):
             return False
         if not self._setup.consumer:
             return held.state is State.PRESENT
-        if held.state is not State.READY or not self._fits(held, item):
+        if held.state is not State.READY or not self._judge.good(seen, item, held):
             return False
         self._holds.hold(request_id, seen, item.name)
         self._promised[request_id, identifier] = seen, item, held
@@ -178,25 +227,29 @@ class Scheduler:
             self._plan_load(request_id, *promise)
         if len(self._mirror) >= MIRROR_ITEMS:
             self._mirror.clear()
-        self._mirror.add(identifier)
+        self._mirror[identifier] = None
         self._allocated.add(identifier)
         seen = self._requests.get(request_id)
         if seen is None or index >= len(seen.items):
             return
         item = seen.items[index]
-        if promise is None and self._setup.producer and item.kind is Kind.MEDIA:
-            self._plan_save(request_id, item, index)
+        held = self._holds.get(item.name)
+        skipped = held is not None and held.state is State.PRESENT
+        encoded = promise is None and not skipped and item.kind is Kind.MEDIA
+        if encoded and self._setup.producer:
+            self._mirror[identifier] = self._judge.binding(seen, item)
+            self._plan_save(request, index, request_id, seen)
 
     def build_meta(self, output: Any) -> StepMetadata:
         """This step's orders; ends the step's promises."""
         self._pump()
         for identifier in output.free_encoder_mm_hashes:
             if identifier not in self._allocated:
-                self._mirror.discard(identifier)
+                self._mirror.pop(identifier, None)
         if self._waited and not output.total_num_scheduled_tokens:
             self._pause(IDLE_SECONDS)
         self._waited = False
-        self._stats.set("deferred_requests", len(self._deferred))
+        self._stats.set("deferred_requests", len(self._judge.deferred))
         return self.planned(output)
 
     def planned(self, output: Any) -> StepMetadata:
@@ -204,38 +257,77 @@ class Scheduler:
         self._promised.clear()
         self._allocated.clear()
         self._current = None
+        self._new_items = 0
         # The V1 runner throws an idle step's metadata away: its loads go with the next one.
         idle = self._setup.consumer and not output.total_num_scheduled_tokens
         planned, self._saves = self._saves, []
         saves = []
         for order, request_id, index in planned:
-            if index in output.scheduled_encoder_inputs.get(request_id, ()) and not idle:
+            encoded = index in output.scheduled_encoder_inputs.get(request_id, ())
+            if (encoded or order.cached) and not idle:
                 saves.append(order)
             else:
                 self._holds.give_back(order.ticket)
         loads: list[LoadOrder] = []
         if not idle:
             loads, self._loads = self._loads, []
-        return StepMetadata(self._nonce, self._hub.address, loads, saves)
+        encodes = sum(map(len, output.scheduled_encoder_inputs.values()))
+        return StepMetadata(self._nonce, self._hub.address, loads, saves, encodes)
 
-    def finished(self, request: Any) -> None:
-        """The request has ended, was aborted or failed: let go of what it held."""
+    def digests(self, request: Any) -> dict[str, str]:
+        """`Seen.digests` of a request that has not `finished` yet."""
+        seen = self._requests.get(str(request.request_id))
+        return {} if seen is None else seen.digests()
+
+    def finished(self, request: Any) -> frozenset[str]:
+        """The request has ended, was aborted or failed: let go of what it held.
+
+        Returns:
+            Identifiers of its items that the bucket holds, or will as far as can be told.
+        """
         request_id = str(request.request_id)
         seen = self._requests.pop(request_id, None)
-        self._deferred.discard(request_id)
-        self._turns.leave(request_id)
         self._unavailable.discard(request_id)  # a later request may have the same name
         if self._current is not None and self._current[0] == request_id:
             self._current = None
-        if seen is not None:
-            self._holds.let_go_all(request_id, seen)
+        if seen is None:
+            return frozenset()
+        self._judge.stops_waiting(request_id, seen, "ended")
+        self._holds.let_go_all(request_id, seen)
+        if not self._holds.uploading:
+            return frozenset(seen.shared)
+        saved = (i for i, ticket in seen.saved.items() if not self._holds.lost(ticket))
+        return frozenset(seen.shared.union(saved))
+
+    # -- changing the weights --------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """No more yes, want or save until `resume`; any one thread."""
+        self._phase = Phase(self._phase.epoch, suspended=True)
+        self._port.suspend()
+
+    def resume(self, weight_version: str) -> None:
+        """Go on with other weights; any one thread. Nothing of the old ones is used again."""
+        self._port.resume(weight_version)
+        self._phase = Phase(self._phase.epoch + 1)
+
+    def _start_over(self, epoch: int) -> None:
+        """Forget what was held of the old weights; planned loads stay, as vLLM counts on them."""
+        self._holds.start_over()
+        for seen in self._requests.values():
+            seen.holds.clear()
+            seen.settled.clear()
+            seen.shared.clear()
+            seen.saved.clear()
+        self._mirror.clear()
+        self._epoch = epoch
 
     def take_unavailable(self) -> set[str]:
         """Requests that can only fail, each reported once."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
-    # -- judging an item -------------------------------------------------------------------
+    # -- requests and plans ----------------------------------------------------------------
 
     def _first_sight(self, request: Any, request_id: str) -> Seen:
         before = self._requests.get(request_id)
@@ -243,133 +335,16 @@ class Scheduler:
         end = max((item.end for item in items), default=0)
         seen = Seen(items, end, self._clock() + self._setup.fetch_timeout)
         if before is not None:  # a streaming request has got more media
-            seen.settled, seen.holds = before.settled, before.holds
+            seen.settled, seen.holds, seen.bindings = before.settled, before.holds, before.bindings
+            seen.shared, seen.saved = before.shared, before.saved
         self._requests[request_id] = seen
         return seen
-
-    def _judge(self, request_id: str, seen: Seen, item: MediaItem) -> Verdict:
-        if item.kind is Kind.UNTOUCHED:
-            return Verdict.GO
-        if item.kind is Kind.METADATA:
-            return self._judge_metadata(request_id, seen, item)
-        if item.name in seen.settled or item.identifier in self._mirror or not self._works():
-            return Verdict.GO
-        held = self._holds.get(item.name) or self._holds.want(item)
-        self._holds.hold(request_id, seen, item.name)
-        if held.state is State.FETCHING:
-            return self._judge_waiting(seen, item)
-        if held.state is State.READY and not self._fits(held, item):
-            self._stats.add("given_up", reason="mismatch")
-        elif held.state is State.ABSENT:
-            self._ask_grant(item)
-        seen.settled.add(item.name)
-        return Verdict.GO
-
-    def _judge_waiting(self, seen: Seen, item: MediaItem) -> Verdict:
-        now = self._clock()
-        if now >= seen.deadline - GRANT_LEAD_SECONDS:
-            self._ask_grant(item)
-        if now < seen.deadline:
-            return Verdict.WAIT
-        self._stats.add("given_up", reason="deadline")
-        seen.settled.add(item.name)
-        return Verdict.GO
-
-    def _judge_metadata(self, request_id: str, seen: Seen, item: MediaItem) -> Verdict:
-        if not self._setup.consumer or seen.find(item.identifier) is None:
-            return Verdict.FAIL
-        now = self._clock()
-        if seen.late is None:
-            seen.late = now + self._setup.metadata_timeout
-        held = self._reach(request_id, seen, item)
-        if held is not None and held.state is State.READY:
-            seen.missing = None
-            return Verdict.GO if self._fits(held, item) else Verdict.FAIL
-        if held is not None and held.state is State.ABSENT:
-            if held.reason is MissReason.TOO_LARGE:
-                return Verdict.FAIL
-            # All of its items or none: what it holds could be what others wait for. Those that
-            # found no room try one after the other, or they would take it from each other.
-            self._holds.let_go_all(request_id, seen)
-            seen.retry_at, seen.missing = now + REPROBE_SECONDS, item.name
-            if held.reason is MissReason.NO_ROOM:
-                self._turns.join(request_id, now)
-        return Verdict.WAIT if now < seen.late else Verdict.FAIL
-
-    def _reach(self, request_id: str, seen: Seen, item: MediaItem) -> Held | None:
-        """An item without media, held and asked for; None while it may not be asked for."""
-        if not self._works():
-            return None
-        if item.name not in seen.holds:
-            now = self._clock()
-            turn = self._turns.may_try(request_id, now) and now >= seen.retry_at
-            if not turn or seen.missing not in (None, item.name):
-                return None
-            if not self._holds.will_be_saved(item.name):
-                self._holds.forget_absence(item.name)
-        held = self._holds.get(item.name) or self._holds.want(item, fresh=True)
-        self._holds.hold(request_id, seen, item.name)
-        return held
-
-    def _works(self) -> bool:
-        if self.online:
-            return True
-        if not self._warned_offline:
-            self._warned_offline = True
-            logger.warning("the encoder cache is not on: some rank has not mapped the host memory")
-        return False
-
-    def _fits(self, held: Held, item: MediaItem) -> bool:
-        """Whether an item in memory is exactly what vLLM expects.
-
-        Too many rows would be answered from the wrong ones, too few kill the engine.
-        """
-        spec = held.spec
-        return (
-            spec is not None
-            and spec.dtype == self._setup.dtype
-            and len(spec.shape) == 2
-            and spec.shape[0] == item.rows
-        )
-
-    def _defer(self, request_id: str, seen: Seen) -> bool:
-        if request_id in self._deferred:
-            return True
-        has_media = all(item.kind is not Kind.METADATA for item in seen.items)
-        if len(self._deferred) >= self._setup.max_deferred:
-            # vLLM may have stopped asking for some; those go on when it asks again.
-            now = self._clock()
-            self._deferred = {i for i in self._deferred if now < self._requests[i].deadline}
-        if not should_defer(
-            has_media=has_media,
-            deferred=len(self._deferred),
-            max_deferred=self._setup.max_deferred,
-        ):
-            self._stats.add("given_up", reason="limit")
-            for item in seen.items:
-                if item.kind is Kind.MEDIA:
-                    self._ask_grant(item)
-                    seen.settled.add(item.name)
-            return False
-        if has_media:
-            self._deferred.add(request_id)
-        return True
 
     def _fail(self, request_id: str, seen: Seen) -> None:
         seen.failed = True
         self._unavailable.add(request_id)
         self._holds.let_go_all(request_id, seen)
-
-    def _goes_on(self, request_id: str, seen: Seen) -> None:
-        self._deferred.discard(request_id)
-        self._turns.leave(request_id)
-        seen.late = None
-
-    # -- planning --------------------------------------------------------------------------
-
-    def _ask_grant(self, item: MediaItem) -> None:
-        if self.online:
-            self._holds.ask_grant(item)
+        self._judge.stops_waiting(request_id, seen, "failed")
 
     def _plan_load(self, request_id: str, seen: Seen, item: MediaItem, held: Held) -> None:
         transfer = self._holds.start_transfer(item.name, held)
@@ -378,18 +353,35 @@ class Scheduler:
         if item.kind is Kind.MEDIA:
             self._holds.let_go(request_id, seen, item.name)
 
-    def _plan_save(self, request_id: str, item: MediaItem, index: int) -> None:
+    def _plan_save(
+        self,
+        request: Any,
+        index: int,
+        request_id: str,
+        seen: Seen,
+        *,
+        encoded_from: Binding | None = None,
+    ) -> None:
+        """Plan to save an item that is encoded in this step, or was `encoded_from` these inputs."""
+        item = seen.items[index]
         grant = self._holds.take_grant(item)
         if grant is None:
             return
         ticket, extents = grant
         spec = TensorSpec(self._setup.dtype, (item.rows, self._setup.widths[item.modality]))
-        self._holds.expect_save(ticket, item.name, spec)
-        order = SaveOrder(ticket, item.identifier, spec, extents)
+        meta = ItemMeta(placeholder=self._classifier.placeholder(request.mm_features[index]))
+        binding = encoded_from or self._judge.binding(seen, item)
+        self._holds.expect_save(ticket, item.name, spec, meta=meta, binding=binding)
+        seen.saved[item.identifier] = ticket
+        cached = encoded_from is not None
+        order = SaveOrder(ticket, item.identifier, spec, extents, cached)
         self._saves.append((order, request_id, index))
 
     def _pump(self) -> None:
-        """Take in what engine and ranks have said since."""
+        """Take in what engine, ranks and operators have said since."""
+        epoch = self._phase.epoch
+        if epoch != self._epoch:
+            self._start_over(epoch)
         if self._holds.take_in():
             self._stats.add("given_up", reason="rank_gone")
             logger.error("a rank is gone; the encoder cache is off")

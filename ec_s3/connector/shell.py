@@ -21,7 +21,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from ec_s3.connector.assembly import build_scheduler, build_worker, check_supported
 from ec_s3.connector.messages import StepMetadata
 from ec_s3.connector.stats import ECS3PromMetrics, ECS3Stats
-from ec_s3.metrics import combine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +40,9 @@ MAX_ERRORS = 20
 """Unexpected exceptions after which the connector gives up."""
 
 STATS_SECONDS = 1.0
+
+CHANGE_SECONDS = 30.0
+"""How long a rank waits for the scheduler's side to suspend or resume."""
 
 
 def _join_vllm_log() -> None:
@@ -85,6 +87,8 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
             self._errors += 1
             if self._side is not None:
                 self._side.stats.add("errors", where="scheduler")
+            elif self._worker is not None:
+                self._worker.report_error()
             if hook not in self._logged:
                 self._logged.add(hook)
                 logger.exception("unexpected error in %s; answered safely", hook)
@@ -111,13 +115,16 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
                 lambda: side.scheduler.ensure(request, num_computed_tokens),
                 otherwise=None,
             )
-        if answer is not None:
-            return answer
-        return self._safely(
-            "ensure_cache_available",
-            lambda: side.scheduler.excuse(request, num_computed_tokens),
-            otherwise=True,
-        )
+        if answer is None:
+            answer = self._safely(
+                "ensure_cache_available",
+                lambda: side.scheduler.excuse(request, num_computed_tokens),
+                otherwise=None,
+            )
+        if answer is None:  # not even what it carries can be told: one request, not the engine
+            side.scheduler.give_up(request)
+            return False
+        return answer
 
     def has_cache_item(self, identifier: str) -> bool:
         """See vLLM. True means that the bytes are in this host's memory, verified and held."""
@@ -157,35 +164,57 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         )
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM. Always False: a True would hold the request and its blocks for ever."""
+        """See vLLM. Always False: a True would hold the request and its blocks for ever.
+
+        Beside it, what another engine needs to answer without the request's media.
+        """
         side = self._side
-        if side is not None:
-            self._safely(
-                "request_finished", lambda: side.scheduler.finished(request), otherwise=None
-            )
-        return False, None
+        if side is None:
+            return False, None
+        nothing: dict[str, str] = {}
+        digests = self._safely(
+            "request_finished", lambda: side.scheduler.digests(request), otherwise=nothing
+        )
+        shared = self._safely(
+            "request_finished", lambda: side.scheduler.finished(request), otherwise=frozenset[str]()
+        )
+        if not side.scheduler.busy:
+            self._stats_at = 0.0  # there may be no further step to report in
+        if not shared or self._on is None:
+            return False, None
+        told = self._safely(
+            "request_finished",
+            lambda: side.publish(request.mm_features, shared, digests),
+            otherwise=None,
+        )
+        return False, told
 
     def take_unavailable_requests(self) -> set[str]:
         """See vLLM. Requests without media whose items cannot be had: they fail, singly."""
         side = self._side
         if side is None:
             return set()
-        return self._safely(
+        taken: set[str] = self._safely(
             "take_unavailable_requests", side.scheduler.take_unavailable, otherwise=set()
         )
+        if taken:  # to the client vLLM only says "Internal server error"
+            logger.warning("items of requests without media cannot be had: %s", sorted(taken))
+        return taken
 
     def get_ec_connector_stats(self) -> ECS3Stats | None:
-        """See vLLM. At most one report a second, as vLLM asks in every step."""
+        """See vLLM, which asks in every step: a report a second, and one before it may idle."""
         side = self._side
         now = time.monotonic()
         if side is None or now < self._stats_at:
             return None
         self._stats_at = now + STATS_SECONDS
-        return self._safely(
-            "get_ec_connector_stats",
-            lambda: ECS3Stats(data=combine(side.port.drain_stats(), side.stats.drain())),
-            otherwise=None,
-        )
+
+        def report() -> ECS3Stats:
+            side.stats.set("serving", float(self._on is not None and side.scheduler.online))
+            side.collect()
+            return ECS3Stats(data=side.stats.drain())
+
+        return self._safely("get_ec_connector_stats", report, otherwise=None)
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECS3Stats:
@@ -223,6 +252,17 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
                 otherwise=None,
             )
 
+    def start_save_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
+        """See vLLM. Saves what lies in vLLM's encoder cache and the bucket has lost."""
+        worker = self._worker
+        metadata = self._connector_metadata
+        if worker is not None and isinstance(metadata, StepMetadata):
+            self._safely(
+                "start_save_caches",
+                lambda: worker.save_cached(metadata, encoder_cache),
+                otherwise=None,
+            )
+
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
         """See vLLM. Only delivers: the fetch was over before the scheduler said yes."""
         worker = self._worker
@@ -248,6 +288,37 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         if worker is not None:
             self._safely("get_finished", worker.end, otherwise=None)
         return None, None
+
+    # -- changing the weights --------------------------------------------------------------
+
+    def suspend(self, timeout: float = CHANGE_SECONDS) -> None:
+        """Serve and keep nothing until `resume`; call it before weights are changed in place.
+
+        For whoever changes them, on either role and on any number of ranks: the engine is
+        suspended when the first call returns. Waits for the scheduler's side, so never from a
+        hook. Idempotent.
+
+        Args:
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: no answer in time; it may be suspended or not.
+            ECS3Error: the scheduler's side could not do it.
+        """
+        if self._side is not None:
+            self._side.scheduler.suspend()
+        elif self._worker is not None:
+            self._worker.suspend(timeout)
+
+    def resume(self, weight_version: str, timeout: float = CHANGE_SECONDS) -> None:
+        """Go on with weights of this name: none of other weights is served or written under it.
+
+        As `suspend`. A name stands for the same weights in every process and at any time.
+        """
+        if self._side is not None:
+            self._side.scheduler.resume(str(weight_version))
+        elif self._worker is not None:
+            self._worker.resume(str(weight_version), timeout)
 
     # -- the end ---------------------------------------------------------------------------
 

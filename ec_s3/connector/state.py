@@ -7,9 +7,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ec_s3.connector.media import Kind
-from ec_s3.types import MissReason
+from ec_s3.types import ItemMeta, MissReason
 
 if TYPE_CHECKING:
+    from ec_s3.connector.binding import Binding
     from ec_s3.connector.media import MediaItem
     from ec_s3.types import Extent, TensorSpec
 
@@ -31,6 +32,8 @@ class Held:
         ticket: the hold's number at the port.
         asked: bytes that the fetch was to reserve for a save on absence.
         grant: bytes reserved at `extents` to save the item into, 0 for none.
+        meta: what came with the item.
+        shared: the bucket is known to hold it.
         holders: requests that hold it.
         transfers: loads that not every rank has answered.
     """
@@ -42,6 +45,8 @@ class Held:
     extents: tuple[Extent, ...] = ()
     asked: int = 0
     grant: int = 0
+    meta: ItemMeta = field(default_factory=ItemMeta)
+    shared: bool = False
     holders: set[str] = field(default_factory=set)
     transfers: set[int] = field(default_factory=set)
 
@@ -56,8 +61,15 @@ class Seen:
         deadline: for items with media, seconds of the scheduler's clock; never extended.
         late: the same for items without media, from when they began to wait; None while they
             do not.
-        settled: items that never defer it again.
+        settled: items that never defer it again, unless it is preempted.
         holds: items that it holds.
+        bindings: digests of its items' inputs, by the items' offset.
+        shared: identifiers that the bucket holds.
+        saved: identifiers whose save was planned for it, with the saves' tickets.
+        reached: up to which token nothing was needed at the last call.
+        waiting_since: when it began to wait; None while it does not.
+        outcome: how its wait for an item ended last.
+        crowded: how often items without media have found no room.
         retry_at: when items without media may be asked for again.
         missing: the item without media that is asked for first, and alone, as it was absent.
         failed: it has been reported as unavailable.
@@ -69,6 +81,13 @@ class Seen:
     late: float | None = None
     settled: set[str] = field(default_factory=set)
     holds: set[str] = field(default_factory=set)
+    bindings: dict[int, Binding] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    saved: dict[str, int] = field(default_factory=dict)
+    reached: int = 0
+    waiting_since: float | None = None
+    outcome: str = "ready"
+    crowded: int = 0
     retry_at: float = 0.0
     missing: str | None = None
     failed: bool = False
@@ -81,6 +100,15 @@ class Seen:
                 self._found[item.identifier] = None
             elif item.kind is Kind.METADATA:  # the one that has no other way out
                 self._found[item.identifier] = item
+
+    def digests(self) -> dict[str, str]:
+        """What its items are made of, by identifier, as far as that is known."""
+        known = {}
+        for item in self.items:
+            binding = self.bindings.get(item.offset)
+            if binding is not None and binding.digest:
+                known[item.identifier] = binding.digest
+        return known
 
     def find(self, identifier: str) -> MediaItem | None:
         """The item that vLLM means by an identifier, None when that is ambiguous."""
@@ -122,6 +150,19 @@ class Verdict(Enum):
     FAIL = "fail"
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Which weights are served; replaced as a whole.
+
+    Attributes:
+        epoch: how often the weights have been changed.
+        suspended: they are being changed now.
+    """
+
+    epoch: int = 0
+    suspended: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What the scheduler part is told about its engine.
@@ -136,6 +177,9 @@ class Setup:
         fetch_timeout: seconds that a request with media may wait.
         metadata_timeout: seconds that a request without media may wait.
         max_deferred: requests with media that may wait at once.
+        min_width: least width of an encoder output: the language model's.
+        require_binding: take only what is known to be made of a request's own inputs.
+        replay: most tokens of a prefix hit that vLLM may compute again.
     """
 
     producer: bool
@@ -147,3 +191,6 @@ class Setup:
     fetch_timeout: float
     metadata_timeout: float
     max_deferred: int
+    min_width: int = 0
+    require_binding: bool = False
+    replay: int = 0

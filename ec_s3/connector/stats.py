@@ -6,15 +6,24 @@ registers and fills the Prometheus metrics with vLLM's own labels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.ec_transfer.ec_connector.metrics import (
-    ECConnectorPromMetrics,
-    ECConnectorStats,
-)
 
-from ec_s3.metrics import METRICS, Stats, combine, observations, parse_series
+try:
+    from vllm.distributed.ec_transfer.ec_connector.metrics import (
+        ECConnectorPromMetrics,
+        ECConnectorStats,
+    )
+except ImportError:  # vLLM 0.30 asks no connector for statistics: nobody makes these classes there
+    ECConnectorPromMetrics = ECConnectorStats = object
+
+from ec_s3.connector.log_line import log_line
+from ec_s3.metric_table import METRICS
+from ec_s3.metrics import combine, observations, parse_series
+
+if TYPE_CHECKING:
+    from ec_s3.metric_table import Metric
 
 PREFIX = "vllm:ec_s3_"
 
@@ -32,10 +41,8 @@ class ECS3Stats(ECConnectorStats):  # type: ignore[misc]  # vLLM is untyped at t
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counters and gauges that are not zero, flat, for the log line."""
-        stats = Stats()
-        stats.merge(self.data)
-        return {name: round(value, 3) for name, value in stats.snapshot().items() if value}
+        """What an operator wants to read in a log line; see `log_line`."""
+        return log_line(self.data)
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -56,13 +63,18 @@ class ECS3PromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # vLLM is 
         types = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
         self._metrics: dict[str, Any] = {}
         for metric in METRICS.values():
-            extra = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
             self._metrics[metric.name] = metric_types[types[metric.kind]](
                 name=f"{PREFIX}{metric.name}",
                 documentation=metric.help,
                 labelnames=[*labelnames, *metric.labels],
-                **extra,
+                **_options(metric),
             )
+            if metric.kind == "gauge":
+                continue  # nothing is known yet
+            # From zero on: the first failure is an increase only if there was a value before it.
+            for engine in per_engine_labelvalues.values():
+                for values in metric.all_series():
+                    self._metrics[metric.name].labels(*engine, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report of an engine."""
@@ -77,3 +89,10 @@ class ECS3PromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # vLLM is 
             else:
                 for observation in observations(metric, value):
                     child.observe(observation)
+
+
+def _options(metric: Metric) -> dict[str, Any]:
+    if metric.kind == "histogram":
+        return {"buckets": metric.buckets}
+    # With several API processes each report reaches one of them: the last one holds.
+    return {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}

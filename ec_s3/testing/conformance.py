@@ -159,6 +159,23 @@ class StoreTests:
             with pytest.raises(RemoteChangedError):
                 await store.get("a/k", into=buffer, start=0, length=length, if_match=etag)
 
+    async def test_if_none_match_reads_only_what_is_new(self, store: Store) -> None:
+        asked: list[int] = []
+
+        def into(nbytes: int) -> memoryview:
+            asked.append(nbytes)
+            return buffer(nbytes)
+
+        etag = await stored(store)
+        result = await store.get("a/k", into=into, if_none_match=etag)
+        assert result is not None
+        assert (result.body.nbytes, result.info.etag, asked) == (0, etag, [])
+        new = await stored(store, body=b"other")
+        result = await store.get("a/k", into=into, if_none_match=etag)
+        assert result is not None
+        assert (bytes(result.body), result.info.etag, asked) == (b"other", new, [5])
+        assert await store.get("a/none", into=into, if_none_match=etag) is None
+
     async def test_put_if_absent_leaves_the_first_writer(self, store: Store) -> None:
         assert await store.put("k", [b"first"]) is PutOutcome.WRITTEN
         assert await store.put("k", [b"second"]) is PutOutcome.EXISTS

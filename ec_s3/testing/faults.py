@@ -21,6 +21,7 @@ Locking: one lock guards the script and the log, which the test's thread and the
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import socket
 import struct
@@ -58,6 +59,7 @@ class Fault:
         header: regular expression searched in the request's header lines, empty for all; for
             example `(?i)x-amz-(sdk-)?checksum` for stores that refuse checksums.
         times: how often it may happen, None for always.
+        chance: probability with which it happens to a matching request.
         skip: matching requests that are let through first.
         delay: seconds before anything else happens.
         hang: never answer.
@@ -73,12 +75,14 @@ class Fault:
         flip_at: invert the byte at this offset of the body.
         extra: bytes sent behind the announced end of the body.
         close: close the kept-alive connection after a whole answer, without announcing it.
+        met: how often it has happened; counted by the server.
     """
 
     method: str = ""
     path: str = ""
     header: str = ""
     times: int | None = None
+    chance: float = 1.0
     skip: int = 0
     delay: float = 0.0
     hang: bool = False
@@ -94,6 +98,7 @@ class Fault:
     flip_at: int | None = None
     extra: bytes = b""
     close: bool = False
+    met: int = field(default=0, compare=False)
 
     def matches(self, request: Request) -> bool:
         """Whether the fault is about this request, whatever its counters say."""
@@ -133,18 +138,25 @@ class FaultServer:
         upstream: `http://host:port` of the S3 server behind it, empty for none.
         tls: server-side TLS context; the proxy then speaks https.
         idle_seconds: close connections that were idle for so long, without a word.
+        seed: of the dice for faults that have a `chance`.
 
     Attributes:
         url: endpoint of the proxy.
     """
 
     def __init__(
-        self, upstream: str = "", *, tls: ssl.SSLContext | None = None, idle_seconds: float = 60.0
+        self,
+        upstream: str = "",
+        *,
+        tls: ssl.SSLContext | None = None,
+        idle_seconds: float = 60.0,
+        seed: int = 0,
     ) -> None:
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname, parts.port) if upstream else None
         self._tls = tls
         self._idle_seconds = idle_seconds
+        self._dice = random.Random(seed)
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self._log: list[Request] = []
@@ -185,6 +197,11 @@ class FaultServer:
             self._faults.clear()
             self._log.clear()
 
+    def clear_log(self) -> None:
+        """Forget the log and keep the script."""
+        with self._lock:
+            self._log.clear()
+
     @property
     def log(self) -> list[Request]:
         """Requests so far, in order of arrival."""
@@ -223,8 +240,11 @@ class FaultServer:
                 if fault.skip:
                     fault.skip -= 1
                     continue
+                if fault.chance < 1.0 and self._dice.random() >= fault.chance:
+                    continue
                 if fault.times is not None:
                     fault.times -= 1
+                fault.met += 1
                 return fault
         return Fault()
 

@@ -10,18 +10,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from ec_s3.header import Header, read_header
 from ec_s3.testing import vllm_process
 from ec_s3.testing.photographs import photographs
 from ec_s3.testing.tiny_models import MODELS
 from ec_s3.testing.vllm_process import PATIENT, VLLMProcess, client_environment
+from ec_s3.testing.vllm_server import VLLMServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from ec_s3.testing.traffic import RecordedServer, Served
 
 _UPLOAD_SECONDS = 60.0
+_MAX_TENSOR_BYTES = 1 << 24
 _EDGE = 224
 
 
@@ -74,7 +77,7 @@ class Lab:
         self._scratch = scratch
         self._models: dict[tuple[str, str], Path] = {}
         self._cold: dict[tuple[str, str], ColdRun] = {}
-        self._processes: list[VLLMProcess] = []
+        self._processes: list[VLLMProcess | VLLMServer] = []
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +95,7 @@ class Lab:
         role: str = "ec_both",
         endpoint: str = "",
         settings: Mapping[str, object] | None = None,
+        transfer: Mapping[str, object] | None = None,
         **job: object,
     ) -> VLLMProcess:
         """Start vLLM with ec_s3 on a prefix of the bucket.
@@ -103,18 +107,20 @@ class Lab:
             role: `ec_producer`, `ec_consumer` or `ec_both`.
             endpoint: of a proxy before the server.
             settings: further settings of the connector.
+            transfer: further fields of `ec_transfer_config`, for example `engine_id`.
             **job: further fields of `ec_s3.connector.offline.Job`.
         """
         url = self.server.location(prefix, endpoint=endpoint)
         process = VLLMProcess(
             {
-                "model": str(self._model(model, dtype)),
+                "model": str(self.model(model, dtype)),
                 "dtype": dtype,
                 "ec_transfer_config": {
                     "ec_connector": "ECS3Connector",
                     "ec_connector_module_path": "ec_s3.connector",
                     "ec_role": role,
                     "ec_connector_extra_config": {"url": url, **PATIENT, **(settings or {})},
+                    **(transfer or {}),
                 },
                 **job,
             },
@@ -125,6 +131,38 @@ class Lab:
         self._processes.append(process)
         # The ranks map the host memory meanwhile; before that, items are not cached.
         process.generate([vllm_process.prompt(text="hello")])
+        return process
+
+    def serve(
+        self,
+        model: str = "qwen2-vl",
+        *,
+        prefix: str,
+        role: str,
+        endpoint: str = "",
+        settings: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> VLLMServer:
+        """Begin to start a vLLM server on a prefix of the bucket; the caller waits for it.
+
+        Args:
+            model: name out of `MODELS`.
+            prefix: prefix in the bucket.
+            role: `ec_producer`, `ec_consumer` or `ec_both`.
+            endpoint: of a proxy before the S3 server.
+            settings: further settings of the connector.
+            arguments: further arguments of the server.
+        """
+        url = self.server.location(prefix, endpoint=endpoint)
+        process = VLLMServer(
+            self.model(model, "float32"),
+            workdir=self._scratch / "logs",
+            name=f"{len(self._processes):02d}-{prefix}-{role}",
+            role=role,
+            settings={"url": url, **(settings or {})},
+            arguments=arguments,
+        )
+        self._processes.append(process)
         return process
 
     def ask(self, process: VLLMProcess, picture: str) -> Answer:
@@ -182,6 +220,15 @@ class Lab:
         finally:
             client.close()
 
+    def unfinished_uploads(self, prefix: str) -> list[str]:
+        """Keys of multipart uploads that were begun below a prefix and not ended."""
+        client = self.server.client()
+        try:
+            answer = client.list_multipart_uploads(Bucket=self.server.bucket, Prefix=f"{prefix}/")
+        finally:
+            client.close()
+        return [upload["Key"] for upload in answer.get("Uploads", ())]
+
     def moved(self, prefix: str) -> list[Served]:
         """Requests that moved an encoder output's body below a prefix."""
         return [request for request in self.server.served(f"{prefix}/") if request.moved_item]
@@ -196,6 +243,17 @@ class Lab:
             if time.monotonic() > deadline:
                 raise AssertionError(f"{len(keys)} of {number} uploads to {prefix} in time")
             time.sleep(0.01)
+
+    def stored(self, prefix: str, identifier: str) -> tuple[str, Header]:
+        """Wait until an item has been stored below a prefix; its key there, and its header."""
+        deadline = time.monotonic() + _UPLOAD_SECONDS
+        while time.monotonic() < deadline:
+            for key in self.server.items(prefix):
+                header = read_header(self.read(key), max_tensor_bytes=_MAX_TENSOR_BYTES)
+                if header.identifier == identifier:
+                    return key.removeprefix(f"{prefix}/"), header
+            time.sleep(0.1)
+        raise AssertionError(f"{identifier!r} was not stored below {prefix} in time")
 
     def log_tails(self, *, processes: int = 2) -> str:
         """The ends of the logs of the processes started last."""
@@ -213,7 +271,8 @@ class Lab:
         process.finish()
         return ColdRun(prefix=prefix, answers=answers, keys=keys)
 
-    def _model(self, model: str, dtype: str) -> Path:
+    def model(self, model: str, dtype: str = "float32") -> Path:
+        """The folder of a tiny model, made on first use."""
         if (model, dtype) not in self._models:
             folder = self._scratch / "models" / dtype / model
             self._models[model, dtype] = MODELS[model].make(folder, dtype=dtype)

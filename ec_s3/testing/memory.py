@@ -46,6 +46,7 @@ class MemoryStore:
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         await self._enter("get", key)
         info = self._info(key)
@@ -53,6 +54,8 @@ class MemoryStore:
             return None
         if if_match is not None and info.etag != if_match:
             raise RemoteChangedError("get failed: replaced", operation="get", key=key)
+        if info.etag == if_none_match:
+            return GetResult(memoryview(b""), start, info)
         end = info.size if length is None else start + max(0, length)
         data = self.objects[key][start:end]
         view = into(len(data))[: len(data)]

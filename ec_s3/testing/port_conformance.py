@@ -29,6 +29,7 @@ from ec_s3.types import Extent, ItemMeta, MissReason, TensorSpec
 
 NAMESPACE = Namespace(model="org/model", dtype="float32", salt="not to be seen")
 SPEC = TensorSpec("float32", (96, 1024))
+META = ItemMeta(0.25, {"grid": [1, 2]}, input_digest="5a" * 32)
 SLAB_BYTES = 4 << 20
 _SECONDS = 20.0
 _NAMES = ("../x", "", "a\0b", "\N{SNOWMAN}", "\ud83d\ude00", "\N{GRINNING FACE}", "x" * 10_000)
@@ -99,7 +100,7 @@ def save(port: EnginePort, slab: Slab, name: str, spec: TensorSpec = SPEC) -> by
         assert time.monotonic() < give_up, "an upload holds pages, but only for a moment"
         time.sleep(0.005)
     body = fill(slab, granted.extents, spec, granted.ticket)
-    port.filled(granted.ticket, spec, ItemMeta(0.25, {"grid": [1, 2]}))
+    port.filled(granted.ticket, spec, META)
     return body
 
 
@@ -190,7 +191,7 @@ class PortTests:
         assert isinstance(ready, Ready)
         assert ready.spec == SPEC
         assert read(slab, ready.extents, SPEC) == body
-        assert (ready.meta.encode_seconds, dict(ready.meta.placeholder)) == (0.25, {"grid": [1, 2]})
+        assert ready.meta == META
         release(port, ready)
 
     def test_item_of_the_bucket_is_brought_in(

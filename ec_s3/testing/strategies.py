@@ -77,4 +77,7 @@ def metas() -> st.SearchStrategy[ItemMeta]:
         max_leaves=8,
     )
     placeholder = st.dictionaries(names, values, max_size=4)
-    return st.builds(ItemMeta, encode_seconds=seconds, placeholder=placeholder)
+    digests = st.just("") | st.text("0123456789abcdef", min_size=64, max_size=64)
+    return st.builds(
+        ItemMeta, encode_seconds=seconds, placeholder=placeholder, input_digest=digests
+    )

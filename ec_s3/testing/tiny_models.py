@@ -116,6 +116,7 @@ def make_qwen2_vl(path: Path, *, dtype: str = "float32") -> Path:
         specials=_QWEN_TOKENS,
         roles={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         image="<|vision_start|><|image_pad|><|vision_end|>",
+        video="<|vision_start|><|video_pad|><|vision_end|>",
     )
     _write_weights(path, _qwen2_vl_config(vocabulary, dtype))
     cell = (_QWEN_PATCH * _QWEN_MERGE) ** 2
@@ -228,7 +229,7 @@ def _llm_sizes(*, positions: int) -> dict[str, object]:
 
 
 def _write_tokenizer(
-    path: Path, *, specials: Sequence[str], roles: Mapping[str, str], image: str
+    path: Path, *, specials: Sequence[str], roles: Mapping[str, str], image: str, video: str = ""
 ) -> Mapping[str, int]:
     """Write a byte-level tokenizer without merges; returns its vocabulary."""
     tokenizers, transformers = _import("tokenizers"), _import("transformers")
@@ -247,7 +248,7 @@ def _write_tokenizer(
         additional_special_tokens=list(specials),
         **roles,
     )
-    fast.chat_template = _chat_template(image)
+    fast.chat_template = _chat_template(image, video or image)
     fast.save_pretrained(str(path))
     return vocabulary
 
@@ -300,13 +301,14 @@ def _import(name: str) -> Any:
         ) from error
 
 
-def _chat_template(image: str) -> str:
-    """A template that puts `image` where a message has an image part."""
+def _chat_template(image: str, video: str) -> str:
+    """A template that puts `image` where a message has an image part, and `video` for a video."""
     return (
         "{% for message in messages %}{{ message['role'] }}: "
         "{% if message['content'] is string %}{{ message['content'] }}"
         "{% else %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}" + image + "{% endif %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% elif part['type'] == 'video' %}" + video + "{% else %}" + image + "{% endif %}"
         "{% endfor %}{% endif %}\n{% endfor %}assistant:"
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from ec_s3.errors import InvalidKeyError
-from ec_s3.keys import parse_key
+from ec_s3.keys import CONTROL_NAME, parse_key
 from ec_s3.testing.moto import S3Server
 
 if TYPE_CHECKING:
@@ -80,9 +80,16 @@ class RecordedServer(S3Server):
         return f"s3://{self.bucket}/{prefix}?endpoint={endpoint or self.url}&region=us-east-1"
 
     def served(self, prefix: str = "") -> list[Served]:
-        """Requests so far for keys that start so, in order of their answers."""
+        """Requests so far for keys that start so, in order of their answers.
+
+        Looks at control documents are left out: they come now and then, whatever a test does.
+        """
         with self._served_lock:
-            return [request for request in self._served if request.key.startswith(prefix)]
+            return [
+                request
+                for request in self._served
+                if request.key.startswith(prefix) and not request.key.endswith(f"/{CONTROL_NAME}")
+            ]
 
     def items(self, prefix: str) -> dict[str, int]:
         """Key -> stored bytes of every encoder output below a prefix of the bucket."""

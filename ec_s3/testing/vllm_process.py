@@ -10,6 +10,7 @@ never import vLLM.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -19,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     Json = dict[str, Any]
 
@@ -51,14 +52,21 @@ def image(path: Path | str, *, uuid: str | None = None) -> Json:
     return {"path": str(path), "uuid": uuid}
 
 
+def video(*frames: Path | str) -> Json:
+    """One video of a prompt, its frames being images of one size."""
+    encoded = (base64.b64encode(Path(frame).read_bytes()).decode() for frame in frames)
+    url = f"data:video/jpeg;base64,{','.join(encoded)}"
+    return {"part": {"type": "video_url", "video_url": {"url": url}}}
+
+
 def known_image(uuid: str, metadata: Mapping[str, object]) -> Json:
     """One image of a prompt without its pixels, known by its identifier and layout."""
     return {"path": None, "uuid": uuid, "metadata": dict(metadata)}
 
 
-def prompt(*media: Json, text: str = "what is this?") -> Json:
-    """A request with these images."""
-    return {"text": text, "media": list(media)}
+def prompt(*media: Json, text: str = "what is this?", **fields: object) -> Json:
+    """A request with these images; further fields are those of `ec_s3.connector.offline.Prompt`."""
+    return {"text": text, "media": list(media), **fields}
 
 
 class VLLMProcess:
@@ -120,13 +128,26 @@ class VLLMProcess:
         Raises:
             VLLMProcessError: the engine died or did not answer in time.
         """
-        assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(json.dumps({"prompts": list(prompts)}) + "\n")
-            self._child.stdin.flush()
-        except OSError as error:
-            raise self._failure(f"took no request ({error})") from error
+        self._tell({"prompts": list(prompts)})
         return self._answer(timeout, "a batch")
+
+    def load(self, prompts: Sequence[Json], *, timeout: float = 120.0) -> Json:
+        """Answer prompts that overlap, timed (see `ec_s3.connector.offline.LoadResult`).
+
+        Raises:
+            VLLMProcessError: as `generate`.
+        """
+        self._tell({"load": list(prompts)})
+        return self._answer(timeout, "a load")
+
+    def metrics(self, *, timeout: float = 30.0) -> dict[str, float]:
+        """The encoder cache's metrics as vLLM last reported them, keyed like the text format.
+
+        Raises:
+            VLLMProcessError: as `generate`.
+        """
+        self._tell({"metrics": True})
+        return self._answer(timeout, "its metrics")
 
     def finish(self, *, timeout: float = 60.0) -> Json:
         """Shut the engine down cleanly (see `ec_s3.connector.offline.Finished`).
@@ -146,6 +167,11 @@ class VLLMProcess:
             raise self._failure(f"exited with code {code}")
         return report
 
+    @property
+    def pid(self) -> int:
+        """The child; vLLM's own children are in its session."""
+        return self._child.pid
+
     def kill(self) -> None:
         """End the child and its descendants at once; idempotent."""
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended already
@@ -161,6 +187,14 @@ class VLLMProcess:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if _NOISE not in line]
         return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def _tell(self, line: Json) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(line) + "\n")
+            self._child.stdin.flush()
+        except OSError as error:
+            raise self._failure(f"took no request ({error})") from error
 
     def _read(self) -> None:
         assert self._child.stdout is not None

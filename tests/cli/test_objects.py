@@ -63,7 +63,8 @@ class Bucket:
         return key
 
     def files(self) -> list[str]:
-        return sorted(p.name for p in self.folder.rglob("*") if p.is_file())
+        files = (p.name for p in self.folder.rglob("*") if p.is_file())
+        return sorted(name for name in files if name != "control.json")
 
     def run(self, *arguments: str, typed: str | None = None) -> Result:
         return CliRunner().invoke(app, ["--url", f"file://{self.folder}", *arguments], input=typed)

@@ -30,6 +30,7 @@ from ec_s3.testing.port_conformance import (
     until,
     want,
 )
+from ec_s3.testing.weight_conformance import WeightTests
 from ec_s3.types import ItemMeta, MissReason
 
 PARENT = """
@@ -69,7 +70,7 @@ def open_files(proc: Path) -> set[str]:
     return found - {os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)} - {os.devnull}
 
 
-class TestProcessPort(PortTests):
+class TestProcessPort(PortTests, WeightTests):
     @pytest.fixture(scope="class")
     @classmethod
     def open_port(cls) -> OpenPort:

@@ -6,9 +6,10 @@ import pytest
 
 from ec_s3.port import ThreadPort
 from ec_s3.testing.port_conformance import NAMESPACE, OpenPort, PortTests
+from ec_s3.testing.weight_conformance import WeightTests
 
 
-class TestThreadPort(PortTests):
+class TestThreadPort(PortTests, WeightTests):
     @pytest.fixture(scope="class")
     @classmethod
     def open_port(cls) -> OpenPort:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ec_s3.connector import assembly
+from ec_s3.config import ECConfig
+from ec_s3.connector import assembly, identity
 from ec_s3.connector.assembly import SchedulerSide, build_scheduler
 from ec_s3.connector.link import Answer
-from ec_s3.connector.media import Classifier
+from ec_s3.connector.media import Classifier, Rules
 from ec_s3.errors import ConfigError
 from ec_s3.pages import Slab
 from ec_s3.testing.fake_port import FakePort
@@ -42,9 +43,11 @@ def engine(role: str = "ec_both", **more: Any) -> Any:
             quantization=None,
             seed=0,
             multimodal_config=None,
+            get_inputs_embeds_size=lambda: 8,
             hf_config=SimpleNamespace(to_dict=dict),
         ),
         load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(swa_bounded_replay=True),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, prefill_context_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
         instance_id=f"{os.getpid()}-{threading.get_ident()}",
@@ -74,13 +77,15 @@ class Parts:
             self.ports.append(FakePort())
             return self.ports[-1]
 
+        monkeypatch.setattr(assembly, "RANKS_SECONDS", 0.0)
         monkeypatch.setattr(Slab, "create", slab)
         monkeypatch.setattr(assembly, "_open_port", port)
         monkeypatch.setattr(assembly, "facts_of", lambda _: {"vllm": "0"})
+        monkeypatch.setattr(identity, "hash_scheme", lambda _: "scheme")
         monkeypatch.setattr(
             assembly,
             "_classifier",
-            lambda *_: Classifier(metadata_fields=lambda _: set(), tower_adapters=False),
+            lambda *_: Classifier(Rules(metadata_fields=lambda _: set())),
         )
 
 
@@ -96,6 +101,44 @@ def test_engine_is_described_to_the_part_that_decides(parts: Parts) -> None:
         assert (setup.window, setup.ranks, setup.widths) == (67, 4, {"image": 8})
         assert parts.facts == [{"vllm": "0"}]
         assert not side.scheduler.online, "no rank has mapped the memory"
+
+
+@pytest.mark.parametrize(
+    ("latent", "window", "switch", "replay"),
+    [(True, 128, True, 128), (True, 128, False, 0), (False, 128, True, 0), (True, None, True, 0)],
+)
+def test_models_that_may_compute_part_of_a_prefix_hit_again_are_known(
+    parts: Parts, *, latent: bool, window: int | None, switch: bool, replay: int
+) -> None:
+    config = engine()
+    config.model_config.use_mla = latent
+    config.model_config.hf_text_config = SimpleNamespace(sliding_window=window)
+    config.cache_config.swa_bounded_replay = switch
+    with closing(build_scheduler(config)) as side:
+        assert side.scheduler._setup.replay == replay
+
+
+def test_start_waits_a_little_for_the_ranks_so_that_the_first_request_finds_the_cache(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+
+    class SlowHub:
+        address = "hub"
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        @property
+        def ready(self) -> bool:
+            looks.append(len(looks) > 2)
+            return looks[-1]
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(assembly, "RANKS_SECONDS", 60.0)
+    monkeypatch.setattr(assembly, "RankHub", SlowHub)
+    with closing(build_scheduler(engine())):
+        assert looks[-1]
 
 
 def test_answer_that_comes_before_all_is_built_is_not_lost(parts: Parts) -> None:
@@ -201,7 +244,50 @@ def test_adapters_on_the_encoder_are_warned_about_unless_their_content_is_named(
 
     monkeypatch.setattr(utils, "PlaceholderMetadataResolver", Resolver)
     lora = SimpleNamespace(enable_tower_connector_lora=True)
-    config = SimpleNamespace(adapter=adapter)
-    classifier = assembly._classifier(SimpleNamespace(model_config=None, lora_config=lora), config)  # type: ignore[arg-type]  # one field of it
-    assert classifier._metadata_fields("vision_chunk") == {"vision_chunk_grid"}
+    classifier = assembly._classifier(
+        SimpleNamespace(model_config=None, lora_config=lora), ECConfig(adapter=adapter)
+    )
+    assert classifier._rules.metadata_fields("vision_chunk") == {"vision_chunk_grid"}
     assert ("adapter" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("role", "url", "told"),
+    [
+        ("ec_producer", "file:///tmp/x", True),
+        ("ec_both", "file:///tmp/x", True),
+        ("ec_consumer", "file:///tmp/x", False),
+        ("ec_producer", None, False),
+    ],
+)
+def test_items_are_told_of_by_engines_that_upload(
+    parts: Parts, role: str, url: str | None, told: bool
+) -> None:
+    parts.patch.setattr(
+        assembly, "_classifier", lambda *_: Classifier(Rules(metadata_fields=lambda _: {"grid"}))
+    )
+    item = SimpleNamespace(
+        identifier="a", modality="image", data={"grid": SimpleNamespace(data=[1, 2])}
+    )
+    with closing(build_scheduler(engine(role, extra={"url": url} if url else {}))) as side:
+        assert side.publish([item], frozenset(), {}) is None
+        entry = {"modality": "image", "item_indices": [0], "metadata": {"grid": [1, 2]}}
+        digests = {"a": "5a" * 32}
+        assert side.publish([item], frozenset({"a"}), digests) == (
+            {"a": {**entry, "input_digest": "5a" * 32}} if told else None
+        )
+
+
+def test_engine_notices_that_its_uploads_fail_whether_or_not_statistics_are_asked_for(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(build_scheduler(engine("ec_producer", extra={"url": "file:///tmp/x"}))) as side:
+        monkeypatch.setattr(parts.ports[0], "drain_stats", lambda: {"uploads|denied": 2.0})
+        side.publish([], frozenset(), {})
+        assert not side.holds.uploading
+        assert side.stats.drain()["uploads|denied"] == 2.0
+        monkeypatch.setattr(parts.ports[0], "drain_stats", lambda: {"uploads|written": 1.0})
+        side.publish([], frozenset(), {})
+        assert not side.holds.uploading, "it does not look twice a second"
+        side.collect()
+        assert side.holds.uploading

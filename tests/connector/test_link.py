@@ -35,6 +35,10 @@ def until(done: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def refuse(what: str, argument: str) -> None:
+    raise AssertionError(f"nobody asks for {what} {argument}")
+
+
 class Ranks:
     """A hub, and whatever a test connects to it."""
 
@@ -42,7 +46,14 @@ class Ranks:
         self.answers: list[Answer] = []
         self.maps: list[tuple[int, Slab, str]] = []
         self.name = name
-        self.hub = RankHub(name, nonce="n1", slab=slab, world=world, on_answer=self.answers.append)
+        self.hub = RankHub(
+            name,
+            nonce="n1",
+            slab=slab,
+            world=world,
+            on_answer=self.answers.append,
+            on_request=refuse,
+        )
         self.links: list[RankLink] = []
 
     def join(self, rank: int, *, name: str | None = None) -> RankLink:
@@ -124,7 +135,7 @@ def test_listener_that_fails_does_not_end_the_hub(
         if len(seen) == 1:
             raise IndexError("a bug")
 
-    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=fail_once)
+    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=fail_once, on_request=refuse)
     mapped: list[Slab] = []
     rank = RankLink(name, rank=0, prepare=lambda theirs, _: mapped.append(theirs))
     until(lambda: hub.ready)
@@ -173,7 +184,7 @@ def test_ranks_wait_for_a_hub_that_comes_later(slab: Slab, name: str) -> None:
     found: list[Slab] = []
     early = RankLink(name, rank=0, prepare=lambda mapped, _: found.append(mapped))
     time.sleep(0.1)
-    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=lambda _: None)
+    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=lambda _: None, on_request=refuse)
     until(lambda: hub.ready)
     early.close()
     hub.close()
@@ -254,7 +265,7 @@ def test_hub_that_does_not_read_holds_up_nobody(slab: Slab, name: str) -> None:
             go_on.wait(_SECONDS)
         answers.append(answer)
 
-    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=slow)
+    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=slow, on_request=refuse)
     link = RankLink(name, rank=0, prepare=lambda mapped, _: mapped.close())
     until(lambda: hub.ready)
     for number in range(5000):  # many more than the socket holds
@@ -399,7 +410,7 @@ def test_hub_that_hands_over_no_memory_is_asked_again(
     socket.send_fds(sock, [hello], [slab.fd] * fds)
     sock.close()
     impostor.close()
-    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=lambda _: None)
+    hub = RankHub(name, nonce="n", slab=slab, world=1, on_answer=lambda _: None, on_request=refuse)
     until(lambda: hub.ready)
     link.close()
     hub.close()

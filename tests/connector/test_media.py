@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_play import Feature, Position, Request, feature
 
-from ec_s3.connector.media import Classifier, Kind, MediaItem, bind
+from ec_s3.connector.media import Classifier, Kind, MediaItem, Rules, bind
 
 
 def classify(item: Feature, *, tower: bool = False, adapter: object = None) -> MediaItem:
-    classifier = Classifier(metadata_fields=lambda _: {"image_grid_thw"}, tower_adapters=tower)
+    rules = Rules(metadata_fields=lambda _: {"image_grid_thw"}, tower_adapters=tower)
+    classifier = Classifier(rules)
     (found,) = classifier.items(Request("r", [item], lora_request=adapter))
     return found
 

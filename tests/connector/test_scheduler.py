@@ -656,11 +656,11 @@ def test_mirror_of_vllms_cache_stays_bounded_though_vllm_forgets_in_silence() ->
         play.encode(request)
         play.scheduler.finished(request)
     assert len(play.scheduler._mirror) == 20
-    play.scheduler._mirror |= {f"x{i}" for i in range(MIRROR_ITEMS)}
+    play.scheduler._mirror.update((f"x{i}", None) for i in range(MIRROR_ITEMS))
     request = play.request(feature("new"))
     play.scheduler.ensure(request, 0)
     play.encode(request)
-    assert play.scheduler._mirror == {"new"}
+    assert set(play.scheduler._mirror) == {"new"}
 
 
 def test_item_that_vllm_has_lost_in_silence_is_fetched_again_once_it_was_asked_for() -> None:
@@ -762,7 +762,7 @@ def test_turn_passes_on_from_a_request_that_vllm_does_not_ask_for() -> None:
     assert [want.identifier for want in play.port.wants.values()] == ["b"]
     for request in requests:
         play.scheduler.finished(request)
-    assert not play.scheduler._turns._asked
+    assert not play.scheduler._judge.turns._asked
 
 
 def test_item_given_up_is_not_waited_for_again_when_a_streaming_request_gains_another() -> None:

@@ -173,6 +173,12 @@ class VLLMAtPlay(RuleBasedStateMachine):
             self.cache.clear()
             self.freed.clear()
 
+    @rule(done=st.booleans())
+    def weights_change(self, *, done: bool) -> None:
+        self.play.scheduler.suspend()
+        if done:
+            self.play.scheduler.resume("next")
+
     def _lose(self, rank: int) -> None:
         self.play.hub.ready = False
         self.play.holds.on_answer(Answer(rank, "gone"))
@@ -276,6 +282,10 @@ class VLLMAtPlay(RuleBasedStateMachine):
         held = self.play.holds.get(name)
         assert held is not None
         assert self.play.port.leases.get(held.ticket) == name, "a yes without a lease"
+        assert self.play.port.made[held.ticket] == len(self.play.port.weight_versions), (
+            "a yes for what other weights made"
+        )
+        assert not self.play.port.suspended
         assert held.spec is not None
         assert held.spec.shape[0] == item.mm_position.rows, "a yes with other rows"
 
@@ -315,16 +325,16 @@ class VLLMAtPlay(RuleBasedStateMachine):
 
     @invariant()
     def few_requests_with_media_wait(self) -> None:
-        waiting = [n for n in self.live if n in self.play.scheduler._deferred]
+        waiting = [n for n in self.live if n in self.play.scheduler._judge.deferred]
         assert len(waiting) <= MAX_DEFERRED
 
     @invariant()
     def nothing_is_remembered_of_the_dead(self) -> None:
         scheduler = self.play.scheduler
         assert set(scheduler._requests) <= set(self.live)
-        assert scheduler._deferred <= set(self.live)
+        assert scheduler._judge.deferred <= set(self.live)
         assert scheduler._unavailable <= set(self.live)
-        assert set(scheduler._turns._asked) <= set(self.live)
+        assert set(scheduler._judge.turns._asked) <= set(self.live)
 
     def teardown(self) -> None:
         for name in list(self.live):

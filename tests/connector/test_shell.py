@@ -65,8 +65,22 @@ class Inside:
         def close() -> None:
             self.closed += 1
 
+        self.told: list[tuple[Any, Any]] = []
+
+        def publish(features: Any, shared: Any, _: Any) -> dict[str, Any]:
+            self.told.append((features, shared))
+            return {"a": {"item_indices": [0]}}
+
+        def collect() -> None:
+            self.play.stats.merge(self.play.port.drain_stats())
+
         side = SimpleNamespace(
-            scheduler=self.play.scheduler, port=self.play.port, stats=self.play.stats, close=close
+            scheduler=self.play.scheduler,
+            port=self.play.port,
+            stats=self.play.stats,
+            close=close,
+            publish=publish,
+            collect=collect,
         )
         monkeypatch.setattr(shell, "build_scheduler", lambda _: side)
         self.shell = shell
@@ -108,6 +122,55 @@ def test_requests_go_through_the_shell(inside: Inside) -> None:
     assert inside.connector.request_finished(request) == (False, None)
     assert inside.connector.take_unavailable_requests() == set()
     assert not inside.connector.has_pending_push_work()
+
+
+def encoded(inside: Inside, name: str) -> Any:
+    """A request whose item has been encoded, with an order to save it."""
+    request = inside.play.request(feature(name), name=name)
+    assert not inside.connector.ensure_cache_available(request, 0)
+    inside.play.port.absent(inside.play.only_want())
+    assert inside.connector.ensure_cache_available(request, 0)
+    inside.connector.update_state_after_alloc(request, 0)
+    inside.connector.build_connector_meta(Output(scheduled_encoder_inputs={name: [0]}))
+    return request
+
+
+def test_items_on_their_way_to_the_bucket_are_told_of(inside: Inside) -> None:
+    request = encoded(inside, "a")
+    answer = inside.connector.request_finished(request)
+    assert answer == (False, {"a": {"item_indices": [0]}})
+    assert inside.told == [(request.mm_features, frozenset({"a"}))]
+
+
+def test_items_are_not_told_of_while_uploads_fail(inside: Inside) -> None:
+    inside.play.holds.uploading = False
+    assert inside.connector.request_finished(encoded(inside, "a")) == (False, None)
+
+
+def test_items_that_were_neither_saved_nor_found_are_not_told_of(inside: Inside) -> None:
+    request = inside.play.request(feature())
+    assert not inside.connector.ensure_cache_available(request, 0)
+    inside.play.now = 100.0  # the encoder runs before the bucket has answered, and nothing is saved
+    inside.play.port.room = False
+    assert inside.connector.ensure_cache_available(request, 0)
+    inside.connector.update_state_after_alloc(request, 0)
+    assert inside.connector.request_finished(request) == (False, None)
+    assert inside.told == []
+
+
+def test_log_names_the_requests_that_fail_for_want_of_an_item(
+    inside: Inside, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert inside.connector.take_unavailable_requests() == set()
+    assert not caplog.records
+    request = inside.play.request(feature(media=False), name="lost")
+    assert not inside.connector.ensure_cache_available(request, 0)
+    inside.play.now = 100.0
+    assert not inside.connector.ensure_cache_available(request, 0)
+    assert inside.connector.take_unavailable_requests() == {"lost"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "items of requests without media cannot be had: ['lost']"
+    ]
 
 
 def test_metadata_counts_as_vllms(vllm: Any) -> None:
@@ -154,7 +217,7 @@ def test_request_without_media_never_reaches_the_encoder_through_an_error(
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(inside.play.scheduler, "_judge", fail)
+    monkeypatch.setattr(inside.play.scheduler._judge, "verdict", fail)
     request = inside.play.request(feature(media=False))
     assert not inside.connector.ensure_cache_available(request, 0)
     assert inside.connector.take_unavailable_requests() == {"r"}
@@ -241,7 +304,7 @@ def test_stats_travel_to_vllms_log_and_to_prometheus(inside: Inside) -> None:
     twice = inside.connector.build_ec_connector_stats(data).aggregate(
         inside.connector.build_ec_connector_stats(data)
     )
-    assert twice.reduce()["given_up_deadline"] == 2
+    assert twice.reduce()["Given up waiting"] == 2
     registry = prometheus_client.CollectorRegistry()
 
     def made(kind: Any) -> Any:
@@ -255,7 +318,7 @@ def test_stats_travel_to_vllms_log_and_to_prometheus(inside: Inside) -> None:
         {0: ["m", "0"]},
     )
     metrics.observe(data, 0)
-    metrics.observe({"load_seconds|remote": [[0.0, 2.0] + [0.0] * 11, [0.0, 0.003] + [0.0] * 11]})
+    metrics.observe({"load_seconds|remote": [[0.0, 2.0] + [0.0] * 13, [0.0, 0.003] + [0.0] * 13]})
     labels = {"model_name": "m", "engine": "0"}
     value = registry.get_sample_value
     assert value("vllm:ec_s3_given_up_total", {**labels, "reason": "deadline"}) == 1
@@ -279,23 +342,26 @@ def test_vllms_own_log_and_prometheus_classes_take_the_stats(
 
     stats = Stats()
     stats.add("hits", 2, tier="local")
-    stats.observe("load_seconds", 0.002, tier="local")
+    stats.observe("load_seconds", 0.002, tier="remote")
     data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.drain()))
     ec = SimpleNamespace(ec_connector="ECS3Connector", ec_connector_module_path="ec_s3.connector")
     log, lines = ECConnectorLogging(ec), []
     log.observe(dict(data))
     log.observe(dict(data))
     log.log(lambda text, values: lines.append(text % values))
-    assert "hits_local=4" in lines[0]
+    assert lines == ["EC Transfer metrics: Items=0, From host memory=4, Avg bucket fetch (ms)=2"]
     registry = prometheus_client.CollectorRegistry()
     for name in ("Gauge", "Counter", "Histogram"):
         kind = functools.partial(getattr(prometheus_client, name), registry=registry)
         monkeypatch.setattr(ECConnectorProm, f"_{name.lower()}_cls", kind)
     prom = ECConnectorProm(SimpleNamespace(ec_transfer_config=ec), ["engine"], {0: ["0"]})
     prom.observe(data, 0)
-    labels = {"engine": "0", "tier": "local"}
-    assert registry.get_sample_value("vllm:ec_s3_hits_total", labels) == 2
-    assert registry.get_sample_value("vllm:ec_s3_load_seconds_count", labels) == 1
+    local, remote = ({"engine": "0", "tier": tier} for tier in ("local", "remote"))
+    assert registry.get_sample_value("vllm:ec_s3_hits_total", local) == 2
+    assert registry.get_sample_value("vllm:ec_s3_load_seconds_count", remote) == 1
+    # A first failure must be an increase; of a gauge nothing is known before it is reported.
+    assert registry.get_sample_value("vllm:ec_s3_repaired_objects_total", {"engine": "0"}) == 0
+    assert registry.get_sample_value("vllm:ec_s3_serving", {"engine": "0"}) is None
 
 
 def test_plugin_registers_once_and_both_ways_of_loading_find_the_class(vllm: Any) -> None:
@@ -342,3 +408,42 @@ def test_layout_that_cannot_share_memory_is_refused_at_the_start(
 def test_vllm_below_the_floor_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"0\.30"):
         check_supported(_OldBase, vllm_config())
+
+
+def test_scheduler_role_changes_the_weights_by_itself(inside: Inside) -> None:
+    port = inside.play.port
+    inside.connector.suspend()
+    states = [port.suspended]
+    inside.connector.resume("next")
+    states.append(port.suspended)
+    assert states == [True, False]
+    assert inside.play.port.weight_versions == ["next"]
+
+
+def test_worker_role_asks_the_schedulers_side_and_waits(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+    from ec_s3.connector import shell
+
+    calls: list[tuple[Any, ...]] = []
+    worker = SimpleNamespace(
+        suspend=lambda timeout: calls.append(("suspend", timeout)),
+        resume=lambda name, timeout: calls.append(("resume", name, timeout)),
+        close=lambda: None,
+    )
+    monkeypatch.setattr(shell, "build_worker", lambda _: worker)
+    connector = shell.ECS3Connector(vllm_config(), ECConnectorRole.WORKER)
+    connector.suspend()  # before the model is loaded there is nothing to wait for
+    assert calls == []
+    connector.start_worker_services()
+    connector.suspend(timeout=5)
+    connector.resume("next", timeout=6)
+    connector.resume("last")
+    assert calls == [
+        ("suspend", 5),
+        ("resume", "next", 6),
+        ("resume", "last", shell.CHANGE_SECONDS),
+    ]
+    connector.shutdown()

@@ -27,14 +27,18 @@ _SCATTERED = (Extent(3 * _PAGE, _PAGE), Extent(0, 2 * _PAGE))
 
 
 class FakeLink:
-    def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], None]) -> None:
+    def __init__(self, name: str, *, rank: int, prepare: Callable[[Slab, str], object]) -> None:
         self.name, self.rank, self.prepare = name, rank, prepare
         self.answers: list[tuple[str, int, bool]] = []
         self.nonces: list[str] = []
+        self.seconds: list[dict[str, float | None]] = []
         self.closed = False
 
-    def answer(self, kind: str, number: int, *, nonce: str, done: bool) -> None:
+    def answer(
+        self, kind: str, number: int, *, nonce: str, done: bool, **seconds: float | None
+    ) -> None:
         self.answers.append((kind, number, done))
+        self.seconds.append(seconds)
         self.nonces.append(nonce)
 
     def redirect(self, name: str) -> None:
@@ -116,6 +120,40 @@ def test_output_that_is_not_what_was_expected_is_not_saved(rank: Rank, wrong: to
     assert rank.link.answers == [("saved", 1, False)]
 
 
+def test_item_in_vllms_cache_is_saved_before_anything_is_encoded(rank: Rank) -> None:
+    tensor = torch.randn(4, 8)
+    spec = spec_of(tensor)
+    metadata = rank.step(
+        saves=[
+            SaveOrder(1, "a", spec, _SCATTERED, cached=True),
+            SaveOrder(2, "gone", spec, _SCATTERED, cached=True),
+            SaveOrder(3, "b", spec, _SCATTERED),
+        ]
+    )
+    rank.worker.save_cached(metadata, {"a": tensor, "b": torch.zeros(4, 8)})
+    assert rank.link.answers == [("saved", 1, True)], "the leftover under `b` is encoded anew"
+    assert stored(rank.slab, spec) == tensor.numpy().tobytes()
+    rank.worker.end()
+    assert sorted(rank.link.answers[1:]) == [("saved", 2, False), ("saved", 3, False)]
+
+
+def test_item_that_is_saved_from_the_cache_and_encoded_in_one_step_is_answered_twice(
+    rank: Rank,
+) -> None:
+    tensor = torch.randn(4, 8)
+    spec = spec_of(tensor)
+    metadata = rank.step(
+        saves=[
+            SaveOrder(1, "a", spec, _SCATTERED, cached=True),
+            SaveOrder(2, "a", spec, (Extent(4 * _PAGE, _PAGE),)),
+        ]
+    )
+    rank.worker.save_cached(metadata, {})
+    rank.worker.save(metadata, "a", tensor)
+    rank.worker.end()
+    assert rank.link.answers == [("saved", 1, False), ("saved", 2, True)]
+
+
 def test_orders_left_over_are_answered_at_the_end_of_the_step(rank: Rank) -> None:
     rank.step(saves=[SaveOrder(1, "a", TensorSpec("float32", (4, 8)), _SCATTERED)])
     rank.worker.end()
@@ -144,13 +182,14 @@ def test_only_the_first_rank_saves_and_every_rank_loads(
     assert second.link.answers == [("loaded", 2, True)]
 
 
-def test_item_that_vllm_has_already_is_answered_and_kept(rank: Rank) -> None:
-    mine = torch.ones(4, 8)
-    cache = {"a": mine}
+def test_leftover_that_vllm_counts_as_gone_is_replaced_by_what_was_promised(rank: Rank) -> None:
+    leftover = torch.ones(3, 8)
+    cache = {"a": leftover}
     spec = TensorSpec("float32", (4, 8))
     rank.worker.load(rank.step(loads=[LoadOrder(2, "a", spec, _SCATTERED)]), cache)
-    assert cache["a"] is mine
-    assert [(kind, number) for kind, number, _ in rank.link.answers] == [("loaded", 2)]
+    assert cache["a"].shape == (4, 8), "three rows in the place of four end the engine"
+    assert bool((leftover == 1).all()), "whoever still reads it does not see it change"
+    assert rank.link.answers == [("loaded", 2, True)]
 
 
 def test_orders_that_speak_of_another_slab_are_not_carried_out_but_answered(
@@ -371,3 +410,22 @@ def test_every_rank_pins_and_copies_on_its_own_device(
         assert [device for _, device in devices.copiers] == [mine]
         assert ("slower" in caplog.text) is not pinned
         worker.close()
+
+
+def test_output_in_vllms_cache_is_not_saved_in_the_place_of_one_that_is_encoded_anew(
+    rank: Rank,
+) -> None:
+    """A client may give another picture the name: each is bound to inputs of its own."""
+    before, after = torch.zeros(4, 8), torch.ones(4, 8)
+    spec = spec_of(after)
+    elsewhere = (Extent(5 * _PAGE, _PAGE),)
+    orders = [
+        SaveOrder(1, "a", spec, elsewhere, cached=True),
+        SaveOrder(2, "a", spec, _SCATTERED),
+    ]
+    metadata = rank.step(saves=orders)
+    rank.worker.save_cached(metadata, {"a": before})
+    rank.worker.save(metadata, "a", after)
+    rank.worker.end()
+    assert rank.link.answers == [("saved", 1, False), ("saved", 2, True)]
+    assert stored(rank.slab, spec) == after.numpy().tobytes()

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ec_s3.testing.faults import FaultServer
 from ec_s3.testing.lab import Lab
 from ec_s3.testing.traffic import RecordedServer
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from ec_s3.testing.vllm_server import VLLMServer
 
 _SECONDS = 600
 """Limit of one test: several starts of vLLM, of up to a minute and a half each."""
@@ -48,3 +51,26 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pytest.skip("vLLM is not installed")
     with RecordedServer() as server, Lab(server, tmp_path_factory.mktemp("lab")) as bench:
         yield bench
+
+
+@pytest.fixture(scope="session")
+def bucket_faults(lab: Lab) -> Iterator[FaultServer]:
+    """A proxy between the HTTP servers and the bucket, without faults at first."""
+    with FaultServer(lab.server.url) as faults:
+        yield faults
+
+
+@pytest.fixture(scope="session")
+def split(lab: Lab, bucket_faults: FaultServer) -> dict[str, VLLMServer]:
+    """An `ec_producer` and an `ec_consumer` server, by role, on the prefix `http` of the bucket."""
+    servers = {
+        role: lab.serve(
+            prefix="http",
+            role=role,
+            endpoint=bucket_faults.url,
+            settings={"metadata_timeout": "10s"},
+            arguments=("--enable-scale-out",),  # it tells a picture's identifier: `/render`
+        )
+        for role in ("ec_producer", "ec_consumer")
+    }
+    return {role: server.wait() for role, server in servers.items()}

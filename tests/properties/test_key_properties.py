@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec_s3.keys import Namespace, parse_key
+from ec_s3.keys import Namespace, is_request_local, looks_like_content_hash, parse_key
 from ec_s3.testing.strategies import identifiers
 from ec_s3.types import DTYPE_BYTES
 
@@ -59,3 +61,20 @@ def test_normalisation_is_idempotent_and_the_manifest_can_be_written(namespace: 
     again = Namespace(model=namespace.model, dtype=namespace.dtype)
     assert again.model == namespace.model
     assert namespace.manifest().startswith(b"{")
+
+
+@given(content=st.binary(), adapter=st.none() | st.text(min_size=1))
+def test_every_hash_looks_like_one_and_is_not_local_to_a_request(
+    content: bytes, adapter: str | None
+) -> None:
+    for name in ("sha256", "blake2s", "sha512"):
+        identifier = hashlib.new(name, content).hexdigest()
+        if adapter is not None:
+            identifier = f"{adapter}:{identifier}"
+        assert looks_like_content_hash(identifier)
+        assert not is_request_local(identifier)
+
+
+@given(st.uuids().map(str) | st.text(max_size=63) | st.from_regex(r"[^:]{65,127}", fullmatch=True))
+def test_what_is_no_hash_of_a_known_length_does_not_look_like_one(identifier: str) -> None:
+    assert not looks_like_content_hash(identifier)

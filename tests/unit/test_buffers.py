@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ec_s3.buffers import BufferPool
+from ec_s3.buffers import Body, BufferPool
 
 MIB = 1 << 20
 
@@ -78,9 +78,11 @@ def test_giving_twice_or_something_else_is_refused() -> None:
             pool.give(foreign)
 
 
-def test_lend_gives_back_after_an_error() -> None:
+def test_a_body_gives_back_after_an_error() -> None:
     pool = BufferPool(8 * MIB)
-    with pytest.raises(KeyError), pool.lend(MIB):
+    body = Body(pool)
+    body.take(MIB)
+    with pytest.raises(KeyError), body:
         raise KeyError
     assert pool.idle_bytes == MIB
 
@@ -91,11 +93,12 @@ def test_threads_never_share_a_buffer() -> None:
 
     def work(seed: int) -> None:
         for i in range(200):
-            with pool.lend(50_000 + 1000 * (i % 40)) as view:
-                view[:8] = seed.to_bytes(8, "big")
-                view[-8:] = i.to_bytes(8, "big")
-                if bytes(view[:8]) != seed.to_bytes(8, "big"):
-                    failures.append(seed)
+            view = pool.take(50_000 + 1000 * (i % 40))
+            view[:8] = seed.to_bytes(8, "big")
+            view[-8:] = i.to_bytes(8, "big")
+            if bytes(view[:8]) != seed.to_bytes(8, "big"):
+                failures.append(seed)
+            pool.give(view)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ec_s3.child import _dump, _pack_event, _unpack_event
+from ec_s3.child import _dump
 from ec_s3.config import ECConfig
-from ec_s3.port import Absent, Granted, Present, Ready
+from ec_s3.tickets import Absent, Granted, Present, Ready, pack_event, unpack_event
 from ec_s3.types import DTYPE_BYTES, Extent, ItemMeta, MissReason, TensorSpec
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from ec_s3.port import Event
+    from ec_s3.tickets import Event
 
 _tickets = st.integers(0, 1 << 53)
 _extents = st.lists(
@@ -33,6 +33,7 @@ _metas = st.builds(
     ItemMeta,
     st.none() | st.floats(0, 1e6),
     st.dictionaries(st.text(), st.lists(st.integers())),
+    st.sampled_from(["", "5a" * 32]),
 )
 _events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Ready, _tickets, _specs, _extents, _metas),
@@ -44,7 +45,7 @@ _events: st.SearchStrategy[Event] = st.one_of(
 
 @given(_events)
 def test_every_event_arrives_as_it_was(event: Event) -> None:
-    assert _unpack_event(json.loads(json.dumps(_pack_event(event)))) == event
+    assert unpack_event(json.loads(json.dumps(pack_event(event)))) == event
 
 
 def test_settings_arrive_as_they_were_whatever_else_is_set(
@@ -62,6 +63,7 @@ def test_settings_arrive_as_they_were_whatever_else_is_set(
             "second_sight": True,
             "tags": {"team": "vision"},
             "salt": "not to be seen",
+            "signing_key": f"a:{'1' * 64}",
         }
     )
     dumped = json.dumps(_dump(config))

@@ -238,7 +238,7 @@ class TestUnknownNames:
     def test_are_logged_with_the_nearest_name_and_dropped(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with caplog.at_level(logging.WARNING, logger="ec_s3.config"):
+        with caplog.at_level(logging.WARNING, logger="ec_s3.complaints"):
             ECConfig.from_mapping({"max_fetchs": 5, "shared_storage_path": "/x"})
         text = caplog.text
         assert "max_fetchs (argument); did you mean max_fetches?" in text
@@ -246,7 +246,7 @@ class TestUnknownNames:
         assert "/x" not in text
 
     def test_of_lmcache_lead_to_ours(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.WARNING, logger="ec_s3.config"):
+        with caplog.at_level(logging.WARNING, logger="ec_s3.complaints"):
             make(remote_url="s3://bucket")
         assert "did you mean url?" in caplog.text
 
@@ -301,6 +301,80 @@ class TestSecrets:
         with pytest.raises(ConfigError, match="url=") as caught:
             make(url=url)
         assert "hunter2" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "text", ["hunter2", "hunter2:" + "9" * 62, f"x:{'9' * 64},x:{'9' * 64}"]
+    )
+    def test_a_bad_signing_key_is_not_repeated(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "keys"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"signing_key=<hidden> \(argument\)") as argument:
+            make(signing_key=text)
+        with pytest.raises(ConfigError, match="signing_key=<hidden>") as no_text:
+            make(signing_key=[text])
+        with pytest.raises(ConfigError, match="signing_key_file=") as in_file:
+            make(signing_key_file=path)
+        monkeypatch.setenv("EC_S3_SIGNING_KEY", text)
+        with pytest.raises(ConfigError, match="environment EC_S3_SIGNING_KEY") as variable:
+            ECConfig()
+        for caught in (argument, no_text, in_file, variable):
+            assert "hunter2" not in str(caught.value)
+            assert "9999" not in str(caught.value)
+
+    def test_a_signing_key_is_hidden(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.DEBUG):
+            config = make(signing_key=f"a:{'9' * 64}", unknown=1)
+        shown = f"{config!r} {config} {config.model_dump(mode='json')} {config.keyring()!r}"
+        shown += f"{config.source('signing_key')} {caplog.text}"
+        assert "9999" not in shown
+
+
+class TestSigningKeys:
+    def test_there_are_none_by_default(self) -> None:
+        assert ECConfig().keyring() is None
+
+    def test_come_from_an_argument_the_environment_or_a_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "keys"
+        path.write_text(f"# ours\nc:{'3' * 64}\nd:{'4' * 64}\n")
+        named = make(signing_key=f"a:{'1' * 64},b:{'2' * 64}").keyring()
+        assert named is not None
+        assert named.ids == ("a", "b")
+        filed = make(signing_key_file=path).keyring()
+        assert filed is not None
+        assert filed.ids == ("c", "d")
+        monkeypatch.setenv("EC_S3_SIGNING_KEY_FILE", str(path))
+        from_environment = ECConfig().keyring()
+        assert from_environment is not None
+        assert from_environment.signer == "c"
+
+    def test_a_file_that_cannot_be_read_is_an_error_that_names_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "absent"
+        with pytest.raises(ConfigError, match=rf"signing_key_file=.*{path}.*cannot be read"):
+            make(signing_key_file=path)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            make(signing_key_file=tmp_path)
+
+    def test_a_file_that_is_no_text_is_an_error_that_shows_nothing_of_it(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "keys"
+        path.write_bytes(bytes(range(128, 256)))
+        with pytest.raises(ConfigError, match="key 1 cannot be used"):
+            make(signing_key_file=path)
+
+    def test_two_places_are_one_too_many(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.write_text(f"a:{'1' * 64}")
+        with pytest.raises(ConfigError, match=r"signing_key=<hidden>.*keep one of the two"):
+            make(signing_key=f"a:{'1' * 64}", signing_key_file=path)
+
+    def test_travel_to_a_child(self) -> None:
+        config = pickle.loads(pickle.dumps(make(signing_key=f"a:{'1' * 64}")))
+        assert config.keyring().ids == ("a",)
 
 
 class TestValueObject:
@@ -375,7 +449,7 @@ class TestLMCache:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("LMCACHE_EC_EXTRA_CONFIG", '{"s3_num_io_threads": 4}')
-        with caplog.at_level(logging.WARNING, logger="ec_s3.config"):
+        with caplog.at_level(logging.WARNING, logger="ec_s3.complaints"):
             ECConfig()
         assert "extra_config.s3_num_io_threads" in caplog.text
 

@@ -14,7 +14,7 @@ from ec_s3.config import ECConfig
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import ClosedError, ConfigError, RemoteDeniedError, RemoteTimeoutError
 from ec_s3.fetch import Miss
-from ec_s3.keys import Namespace
+from ec_s3.keys import CONTROL_NAME, Namespace
 from ec_s3.local import Lease
 from ec_s3.pages import Slab
 from ec_s3.reader import ANYTHING, release_all
@@ -66,9 +66,18 @@ class Bucket(MemoryStore):
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
-        result = await super().get(key, into=into, start=start, length=length, if_match=if_match)
-        await self._wait("get")  # after the object was read: the answer is on its way
+        result = await super().get(
+            key,
+            into=into,
+            start=start,
+            length=length,
+            if_match=if_match,
+            if_none_match=if_none_match,
+        )
+        if not key.endswith(CONTROL_NAME):
+            await self._wait("get")  # after the object was read: the answer is on its way
         return result
 
     async def put(

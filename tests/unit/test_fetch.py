@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ec_s3.buffers import BufferPool
+from ec_s3.buffers import Body, BufferPool
 from ec_s3.errors import RemoteChangedError, RemoteTimeoutError
 from ec_s3.fetch import (
     RANGE_BYTES,
-    Body,
     Fetcher,
     Miss,
     PrivateItem,
@@ -78,6 +77,7 @@ class Recorder(MemoryStore):
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         self.before(len(self.gets))
         self.gets.append(Get(start, length, if_match))
@@ -86,7 +86,14 @@ class Recorder(MemoryStore):
         try:
             if self.hold is not None and start:
                 await self.hold.wait()
-            return await super().get(key, into=into, start=start, length=length, if_match=if_match)
+            return await super().get(
+                key,
+                into=into,
+                start=start,
+                length=length,
+                if_match=if_match,
+                if_none_match=if_none_match,
+            )
         finally:
             self.inside -= 1
 
@@ -125,7 +132,6 @@ class Rig:
         self.tier = LocalTier(self.slab)
         self.fetcher = Fetcher(
             tier=self.tier,
-            namespace=NAMESPACE,
             pool=self.pool,
             executor=self.executor,
             max_tensor_bytes=100 << 20,
@@ -289,7 +295,6 @@ async def test_a_flipped_byte_in_a_late_range_is_found(rig: Rig) -> None:
 async def test_an_item_above_the_readers_cap_is_not_read(rig: Rig) -> None:
     small = Fetcher(
         tier=rig.tier,
-        namespace=NAMESPACE,
         pool=rig.pool,
         executor=rig.executor,
         max_tensor_bytes=1000,

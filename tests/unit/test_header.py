@@ -78,7 +78,7 @@ WRONG: dict[str, list[object]] = {
     "encode_seconds": ["2", True, -1.0, 1e13, [1.0]],
     "placeholder": [None, [], "x", 1],
     "chunks": [None, {}, [], "x", [[1]], [[1, "00" * 16, 0]], [{"stored": 1}]],
-    "input_digest": [1, {}, "x" * 1_025],
+    "input_digest": [1, {}, "", "sha256:00", "0" * 63, "0" * 65, "A" * 64, "0" * 63 + "\n"],
     "mac": [False, []],
     "key_id": [0],
 }
@@ -232,8 +232,17 @@ def test_lengths_of_frame_and_header_must_agree() -> None:
         read_header(head, max_tensor_bytes=CAP)
 
 
-def test_reserved_fields_are_written_as_null_and_may_carry_text() -> None:
+def test_unsigned_unbound_object_carries_nulls() -> None:
     fields, _ = good()
-    reserved = ("input_digest", "mac", "key_id")
-    assert [fields[name] for name in reserved] == [None] * 3
-    read_fields({**fields, **dict.fromkeys(reserved, "sha256:00")})
+    assert [fields[name] for name in ("input_digest", "mac", "key_id")] == [None] * 3
+
+
+def test_reader_without_keys_takes_a_signature_of_any_kind() -> None:
+    read_fields({**good()[0], "mac": "ed25519:00", "key_id": "of another scheme"})
+
+
+def test_input_digest_is_read_back() -> None:
+    head = pack_header({**good()[0], "input_digest": "5a" * 32})
+    assert read_header(head, max_tensor_bytes=CAP).meta.input_digest == "5a" * 32
+    unbound = pack_header(good()[0])
+    assert read_header(unbound, max_tensor_bytes=CAP).meta.input_digest == ""

@@ -15,7 +15,13 @@ import pytest
 
 import ec_s3
 from ec_s3.errors import ConfigError, InvalidKeyError
-from ec_s3.keys import Namespace, ParsedKey, is_request_local, parse_key
+from ec_s3.keys import (
+    Namespace,
+    ParsedKey,
+    is_request_local,
+    looks_like_content_hash,
+    parse_key,
+)
 
 ODD_IDENTIFIERS = [
     "",
@@ -71,6 +77,7 @@ FINGERPRINTED = [
     "quantization",
     "weight_version",
     "adapter",
+    "hash_scheme",
     "salt",
 ]
 
@@ -118,6 +125,7 @@ def test_long_salt_is_not_equivalent_to_its_own_hash() -> None:
 
 
 def test_manifest_tells_an_operator_what_the_fingerprint_covers(namespace: Namespace) -> None:
+    namespace = dataclasses.replace(namespace, hash_scheme="0123")
     body = json.loads(namespace.manifest({"model_argument": "/models/x"}))
     canonical = json.dumps(body["namespace"], sort_keys=True, separators=(",", ":"))
     assert hashlib.sha256(canonical.encode()).hexdigest()[:16] == body["fingerprint"]
@@ -279,3 +287,35 @@ def test_request_local_identifiers_are_recognised(identifier: str) -> None:
 )
 def test_content_hashes_and_client_names_are_not_request_local(identifier: str) -> None:
     assert not is_request_local(identifier)
+
+
+@pytest.mark.parametrize("digits", [64, 128])
+@pytest.mark.parametrize("adapter", ["", "lora:", "a:b:", "line\nbreak:"])
+def test_hashes_of_vllm_look_like_content_hashes(digits: int, adapter: str) -> None:
+    assert looks_like_content_hash(adapter + ("0123456789abcdef" * 8)[:digits])
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        "",
+        "photo-1",
+        str(uuid.UUID(int=7)),
+        uuid.UUID(int=7).hex,
+        "a" * 63,
+        "a" * 65,
+        "a" * 40,
+        "a" * 96,
+        "A" * 64,
+        "g" * 64,
+        "a" * 64 + "\n",
+        "a" * 64 + ":photo",
+        "x" + "a" * 64,
+        ":" + "a" * 64,
+        "sha256-" + "a" * 64,
+        "renderer0-mm-17-image-0",
+        "\u0660" * 64,
+    ],
+)
+def test_names_chosen_by_clients_do_not_look_like_content_hashes(identifier: str) -> None:
+    assert not looks_like_content_hash(identifier)

@@ -5,11 +5,14 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from ec_s3.metrics import METRICS, Stats, combine, observations, parse_series, register
+from ec_s3 import metric_table
+from ec_s3.metric_table import METRICS
+from ec_s3.metrics import Stats, combine, observations, parse_series, register
 from ec_s3.types import MissReason, Tier
 
 
@@ -46,7 +49,7 @@ class TestRecording:
         assert snapshot["upload_queue_items"] == 7
         assert snapshot["load_seconds_remote_sum"] == 2.0
         assert snapshot["load_seconds_remote_count"] == 2
-        assert snapshot["load_seconds_local_count"] == 0
+        assert snapshot["load_seconds_disk_count"] == 0
         assert "remote_requests_get_ok" in snapshot
 
     def test_open_label_values_appear_once_recorded(self) -> None:
@@ -185,3 +188,31 @@ class TestPrometheus:
     def test_the_module_does_not_load_prometheus(self) -> None:
         code = "import sys, ec_s3.metrics; sys.exit('prometheus_client' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestSources:
+    """The table says nothing that the code does not."""
+
+    @staticmethod
+    def code() -> str:
+        folder = Path(metric_table.__file__).parent
+        files = [p for p in folder.rglob("*.py") if p.name != "metric_table.py"]
+        return "\n".join(path.read_text() for path in files)
+
+    def test_every_metric_is_recorded_somewhere(self) -> None:
+        recorded = set(re.findall(r'\b(?:add|set|observe)\(\s*"([a-z_]+)"', self.code()))
+        assert METRICS.keys() <= recorded
+
+    def test_every_label_value_is_spelt_out_somewhere(self) -> None:
+        named = set(re.findall(r'"([a-z_]+)"', self.code()))
+        values = {v for m in METRICS.values() for allowed in m.labels.values() for v in allowed}
+        assert values <= named
+
+    def test_every_label_is_given_where_it_is_recorded(self) -> None:
+        calls = re.findall(
+            r'\b(?:add|set|observe)\(\s*"([a-z_]+)"((?:[^()]|\([^()]*\))*)\)', self.code()
+        )
+        for name, arguments in calls:
+            if name in METRICS:
+                given = set(re.findall(r"\b([a-z_]+)=", arguments))
+                assert given == METRICS[name].labels.keys(), (name, arguments)

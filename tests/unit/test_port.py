@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ec_s3.errors import ConfigError, RemoteDeniedError
+from ec_s3.keys import CONTROL_NAME
 from ec_s3.port import UNKNOWN, Absent, Ready, ThreadPort, Want
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.testing.port_conformance import (
@@ -34,7 +35,7 @@ _TICKET = 10_000_000  # beyond those that the helpers draw
 
 
 class Gated(MemoryStore):
-    """A bucket whose calls wait until the gate opens, and then may fail."""
+    """A bucket whose calls for items wait until the gate opens, and then may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +45,8 @@ class Gated(MemoryStore):
         self.cancelled = threading.Event()
 
     async def _enter(self, verb: str, *keys: str) -> None:
+        if any(key.endswith(CONTROL_NAME) for key in keys):
+            return
         self.entered.set()
         try:
             while not self.open.is_set():  # noqa: ASYNC110  the test opens it from its own thread
@@ -105,8 +108,10 @@ def test_item_that_arrives_for_a_released_ticket_is_given_back(
     save(port, slab, "a")
     lease = port._cache.tier.lookup(port._cache.key_of("a"))
     assert lease is not None
-    port._desk._answer(Want(ticket=_TICKET, identifier="a"), lease)
-    port._desk._absent(Want(ticket=_TICKET + 1, identifier="b", save_nbytes=10), MissReason.ABSENT)
+    since = port._cache.gate.now
+    port._desk._answer(Want(ticket=_TICKET, identifier="a"), since, lease)
+    other = Want(ticket=_TICKET + 1, identifier="b", save_nbytes=10)
+    port._desk._absent(other, since, MissReason.ABSENT)
     assert port.poll() == []
 
 

@@ -19,6 +19,7 @@ from ec_s3.errors import (
     RemoteTimeoutError,
 )
 from ec_s3.fetch import Fetcher, Miss
+from ec_s3.gate import Gate
 from ec_s3.keys import Namespace
 from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
@@ -69,9 +70,17 @@ class Bucket(MemoryStore):
         start: int = 0,
         length: int | None = None,
         if_match: str | None = None,
+        if_none_match: str | None = None,
     ) -> GetResult | None:
         await self._mood()
-        return await super().get(key, into=into, start=start, length=length, if_match=if_match)
+        return await super().get(
+            key,
+            into=into,
+            start=start,
+            length=length,
+            if_match=if_match,
+            if_none_match=if_none_match,
+        )
 
     async def head(self, key: str) -> ObjectInfo | None:
         await self._mood()
@@ -103,6 +112,7 @@ class Rig:
         self.now = 0.0
         self.presence = Presence(positive_ttl=60, negative_ttl=5)
         self.refused = Refused()
+        self.gate = Gate(NAMESPACE)
         self.writeback = DiskWriteback(self.disk, self.stats)
         self.reader = self.make()
 
@@ -110,7 +120,7 @@ class Rig:
         config = ECConfig().model_copy(update={"blocking_timeout": 10.0, **settings})
         self.reader = Reader(
             config,
-            NAMESPACE,
+            self.gate,
             tiers=Tiers(
                 local=self.tier,
                 disk=self.disk if disk else None,
@@ -121,7 +131,6 @@ class Rig:
             ),
             fetcher=Fetcher(
                 tier=self.tier,
-                namespace=NAMESPACE,
                 pool=BufferPool(1 << 24),
                 executor=self.executor,
                 max_tensor_bytes=1 << 20,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ec_s3.config import ECConfig
+from ec_s3.gate import Gate
 from ec_s3.keys import Namespace
 from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
@@ -32,7 +33,8 @@ class Rig:
         self.namespace = Namespace(model="m")
         self.tier = LocalTier(slab)
         self.stats = Stats()
-        self.stager = Stager(self.config, self.namespace, tier=self.tier, stats=self.stats)
+        self.gate = Gate(self.namespace)
+        self.stager = Stager(self.config, self.gate, tier=self.tier, stats=self.stats)
         self.stager.uploads = True
 
     def read(self, identifier: str) -> torch.Tensor | None:

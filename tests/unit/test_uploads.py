@@ -19,8 +19,10 @@ from ec_s3.errors import (
     RemoteUnavailableError,
 )
 from ec_s3.fetch import PrivateItem
+from ec_s3.gate import Gate
 from ec_s3.keys import Namespace
 from ec_s3.local import LocalTier
+from ec_s3.manifest import Manifest
 from ec_s3.metrics import Stats
 from ec_s3.pages import PAGE_BYTES, Slab
 from ec_s3.presence import Presence, Refused
@@ -83,6 +85,7 @@ class Rig:
         self.presence = Presence(positive_ttl=60, negative_ttl=5)
         self.refused = Refused()
         self.paused: list[int] = []
+        self.refusals: dict[str, str] = {}
         self.queue = self.make()
 
     def make(
@@ -100,14 +103,14 @@ class Rig:
 
         self.queue = UploadQueue(
             tier=self.tier,
-            namespace=NAMESPACE,
             targets=UploadTargets(
                 remote=self.bucket if remote else None,
                 disk=disk,
                 presence=self.presence,
                 refused=self.refused,
                 admit_bytes=admit,
-                manifest=lambda: NAMESPACE.manifest({"vllm": "0.32"}),
+                manifest=Manifest(Gate(NAMESPACE), {"vllm": "0.32"}),
+                refusal=lambda key: self.refusals.get(key),
             ),
             executor=self.executor,
             stats=self.stats,
@@ -592,7 +595,7 @@ async def test_a_withdrawn_upload_does_not_write(rig: Rig) -> None:
     rig.offer("waiting")
     rig.offer("kept")
     keys = [NAMESPACE.object_key(name) for name in ("running", "waiting", "unknown")]
-    await rig.queue.withdraw(keys)
+    await rig.queue.withdraw(keys, outcome="deleted")
     assert rig.bucket.inside == 0
     rig.bucket.gate.set()
     assert await rig.queue.drain(10) == FlushReport(uploaded=1, dropped=2)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ec_s3.buffers import BufferPool
+from ec_s3.buffers import Body, BufferPool
 from ec_s3.errors import CapacityError, RemoteUnavailableError
-from ec_s3.fetch import Body
 from ec_s3.metrics import Stats
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.writeback import DiskWriteback

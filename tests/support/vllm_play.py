@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ec_s3.connector.holds import Holds
 from ec_s3.connector.link import Answer
-from ec_s3.connector.media import Classifier
+from ec_s3.connector.media import Classifier, Rules
 from ec_s3.connector.scheduler import Scheduler
 from ec_s3.connector.state import Setup
 from ec_s3.metrics import Stats
 from ec_s3.testing.fake_port import FakePort
 from ec_s3.types import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WIDTH = 8
 DTYPE = "float32"
@@ -56,6 +59,8 @@ class Request:
     mm_features: list[Feature]
     cache_salt: str | None = None
     lora_request: Any = None
+    ec_transfer_params: Any = None
+    num_computed_tokens: int = 0
 
 
 @dataclass
@@ -71,10 +76,41 @@ class Hub:
     ready: bool = True
 
 
-class Play:
-    """A scheduler part with a fake port, hub and clock."""
+class Digest:
+    """A binding whose digest a test gives; known at once to be unknown otherwise."""
 
-    def __init__(self, *, role: str = "both", ranks: int = 1, **setup: Any) -> None:
+    def __init__(self, digest: str | None = "") -> None:
+        self.digest = digest
+        self._waiting: list[Callable[[str], None]] = []
+
+    def on_done(self, callback: Callable[[str], None]) -> None:
+        if self.digest is None:
+            self._waiting.append(callback)
+        else:
+            callback(self.digest)
+
+    def done(self, digest: str) -> None:
+        self.digest = digest
+        for callback in self._waiting:
+            callback(digest)
+
+
+class Play:
+    """A scheduler part with a fake port, hub and clock.
+
+    Attributes:
+        digests: what the inputs of an item are digested to, by the inputs' `id`.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str = "both",
+        ranks: int = 1,
+        rules: dict[str, Any] | None = None,
+        **setup: Any,
+    ) -> None:
+        self.digests: dict[int, Digest] = {}
         self.now = 0.0
         self.pauses: list[float] = []
         self.port = FakePort()
@@ -99,8 +135,12 @@ class Play:
             holds=self.holds,
             hub=self.hub,
             classifier=Classifier(
-                metadata_fields=lambda _: {"image_grid_thw"}, tower_adapters=False
+                Rules(
+                    metadata_fields=lambda _: {"image_grid_thw"},
+                    **{"salted": True, "client_names": True, **(rules or {})},
+                )
             ),
+            bind=lambda inputs: self.digests.setdefault(id(inputs), Digest()),  # type: ignore[arg-type, return-value]  # quacks like a Binding
             stats=self.stats,
             nonce="nonce",
             clock=lambda: self.now,

@@ -1,0 +1,146 @@
+"""The commands on running servers: `control show`, `disable`, `enable`, `invalidate-before`.
+
+Each is one coroutine on an open store, which reads or changes a namespace's control document and
+nothing else. `announce` tells servers what `rm` is about to delete.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from ec_s3.cli.output import ExitCode, Output, counted, human_seconds
+from ec_s3.control import Control, edit, load
+from ec_s3.errors import ConfigError, ECS3Error, InvalidKeyError
+from ec_s3.keys import CONTROL_NAME, KEY_VERSION, parse_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ec_s3.store import Store
+
+DELETED_SECONDS = 3600.0
+"""How long a deleted item may not come back: all servers have heard of it long before."""
+
+AHEAD_SECONDS = 60.0
+"""How far a clock may be ahead of this one."""
+
+
+async def show(store: Store, out: Output, namespace: str) -> ExitCode:
+    """Say what holds for a namespace."""
+    control = await load(store, _key(namespace)) or Control()
+    _report(out, namespace, control)
+    return ExitCode.OK
+
+
+async def switch(store: Store, out: Output, namespace: str, *, enabled: bool) -> ExitCode:
+    """Switch every server of a namespace on or off."""
+    return await _change(store, out, namespace, lambda control: replace(control, enabled=enabled))
+
+
+async def invalidate(store: Store, out: Output, namespace: str, before: str) -> ExitCode:
+    """Let objects made before a time no longer count."""
+    valid_after = parse_time(before)
+    if valid_after > time.time() + AHEAD_SECONDS:
+        raise ConfigError(f"{before} is in the future: until then no new object would count either")
+    return await _change(
+        store, out, namespace, lambda control: replace(control, valid_after=valid_after)
+    )
+
+
+def parse_time(text: str) -> float:
+    """Seconds since the epoch of `now`, a date and time of ISO 8601, or a number of seconds.
+
+    A time without a zone is UTC.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if text == "now":
+        return time.time()
+    if text.isascii() and text.replace(".", "", 1).isdigit():
+        return float(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is no time: give now, 2026-01-31T12:00:00Z, or seconds since 1970"
+        ) from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def spared(key: str, named: str) -> bool:
+    """Whether `rm` leaves a key alone: a document that holds, unless exactly it is named."""
+    return key.endswith(f"/{CONTROL_NAME}") and key != named
+
+
+async def announce(store: Store, out: Output, keys: Iterable[str]) -> bool:
+    """Tell running servers that items are deleted, so that none brings them back; whether it could.
+
+    A namespace whose servers cannot be told is named in a note.
+    """
+    folders: dict[str, list[str]] = {}
+    for key in keys:
+        try:
+            parsed = parse_key(key)
+        except InvalidKeyError:
+            continue
+        folders.setdefault(parsed.control_key, []).append(parsed.digest)
+    told = True
+    for control_key, digests in folders.items():
+        now = time.time()
+
+        def add(control: Control, digests: list[str] = digests, now: float = now) -> Control:
+            return control.with_deleted(digests, until=now + DELETED_SECONDS, now=now)
+
+        try:
+            await edit(store, control_key, add)
+        except ECS3Error as error:
+            told = False
+            out.note(f"running servers are not told ({control_key}): {error}")
+    return told
+
+
+def _key(namespace: str) -> str:
+    """Key of a namespace's control document.
+
+    Raises:
+        InvalidKeyError: no namespace as `ls` shows it, with or without its dtype.
+    """
+    name = namespace.strip("/").removeprefix(f"v{KEY_VERSION}/").partition("/")[0]
+    return parse_key(f"v{KEY_VERSION}/{name}/bfloat16/00/{'0' * 64}").control_key
+
+
+async def _change(
+    store: Store, out: Output, namespace: str, change: Callable[[Control], Control]
+) -> ExitCode:
+    control = await edit(store, _key(namespace), change)
+    _report(out, namespace, control)
+    if not out.json:
+        out.note("running servers follow within a minute")
+    return ExitCode.OK
+
+
+def _report(out: Output, namespace: str, control: Control) -> None:
+    now = time.time()
+    deleted = {digest: until for digest, until in control.deleted.items() if now < until}
+    if out.json:
+        out.record(
+            {
+                "namespace": namespace,
+                "enabled": control.enabled,
+                "valid_after": control.valid_after,
+                "deleted": deleted,
+            }
+        )
+        return
+    moment = datetime.fromtimestamp(control.valid_after, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    out.line(f"cache          {'on' if control.enabled else 'switched off'}")
+    out.line(f"objects count  {f'if made since {moment}' if control.valid_after else 'all'}")
+    kept_out = "none"
+    if deleted:
+        last = human_seconds(max(deleted.values()) - now)
+        kept_out = f"{counted(len(deleted), 'item')}, kept out for {last} at most"
+    out.line(f"deleted        {kept_out}")
