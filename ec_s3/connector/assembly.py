@@ -32,7 +32,7 @@ from ec_s3.pages import Slab
 from ec_s3.port import ThreadPort
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from ec_s3.keys import Namespace
     from ec_s3.port import EnginePort
@@ -67,15 +67,16 @@ class SchedulerSide:
     publishes: bool
     collected_at: float = 0.0
 
-    def publish(
-        self, features: Iterable[Any], shared: Container[str], digests: Mapping[str, str]
-    ) -> dict[str, Any] | None:
+    def publish(self, features: Iterable[Any], shared: Mapping[str, str]) -> dict[str, Any] | None:
         """What is told of a finished request's items, see `published`."""
         if not self.publishes:
             return None
+        return published(features, shared, placeholder=self.classifier.placeholder)
+
+    def tick(self) -> None:
+        """Collect, now and then: vLLM may not ask for statistics at all. The hub's thread."""
         if time.monotonic() >= self.collected_at + COLLECT_SECONDS:
-            self.collect()  # for the next request: vLLM may not ask for statistics at all
-        return published(features, shared, placeholder=self.classifier.placeholder, digests=digests)
+            self.collect()
 
     def collect(self) -> None:
         """Add what the engine has counted to `stats`; learn whether saves reach the bucket."""
@@ -183,7 +184,7 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
     changes.scheduler = scheduler
     logger.info("encoder cache namespace %s", namespace.id)
     _await_ranks(hub)
-    return SchedulerSide(
+    side = SchedulerSide(
         scheduler,
         port,
         hub,
@@ -195,6 +196,8 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
         holds,
         publishes=setup.producer and config.url is not None,
     )
+    hub.on_tick = side.tick
+    return side
 
 
 def _await_ranks(hub: RankHub) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEND_SECONDS = 5.0
+TICK_SECONDS = 0.5
 FIRST_PAUSE = 0.02
 MAX_ERROR_CHARS = 2000
 LONGEST_PAUSE = 0.1  # a first request may follow the hub by less than a second
@@ -86,6 +87,7 @@ class RankHub:
 
     Attributes:
         address: where it listens.
+        on_tick: called on the hub's thread after every message, and at least twice a second.
 
     Raises:
         OSError: no address is free.
@@ -106,6 +108,7 @@ class RankHub:
         self._world = world
         self._on_answer = on_answer
         self._on_request = on_request
+        self.on_tick: Callable[[], object] = lambda: None
         self._ranks: dict[socket.socket, int] = {}  # -1: has not said who it is
         self._mapped: set[int] = set()
         self._lost = False
@@ -123,11 +126,13 @@ class RankHub:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            for ready, _ in self._selector.select(timeout=0.5):
-                try:
-                    self._attend(ready.fileobj)
-                except Exception:  # the thread's outermost border: it serves every rank
-                    logger.exception("unexpected error in the ranks' hub")
+            ready = self._selector.select(timeout=TICK_SECONDS)
+            try:
+                for key, _ in ready:
+                    self._attend(key.fileobj)
+                self.on_tick()
+            except Exception:  # the thread's outermost border: it serves every rank
+                logger.exception("unexpected error in the ranks' hub")
 
     def _attend(self, sock: object) -> None:
         if self._closed.is_set():

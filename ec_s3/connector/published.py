@@ -18,7 +18,7 @@ from ec_s3.connector.params import INPUT_DIGEST
 from ec_s3.types import PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Set
+    from collections.abc import Callable, Iterable, Mapping, Set
 
 MAX_NUMBERS = 4096
 """Most numbers of one item's metadata: enough for the timestamps of an hour of video."""
@@ -29,10 +29,9 @@ _FAILED = ("denied", "failed", "error", "queue_full")
 
 def published(
     features: Iterable[Any],
-    shared: Container[str],
+    shared: Mapping[str, str],
     *,
     placeholder: Callable[[Any], Mapping[str, object]],
-    digests: Mapping[str, str],
 ) -> dict[str, Any] | None:
     """The `ec_transfer_params` of a finished request, in the shape of vLLM's own connectors.
 
@@ -41,10 +40,10 @@ def published(
 
     Args:
         features: the request's media items, in order.
-        shared: identifiers of items that the bucket holds or will hold.
+        shared: identifiers of items that the bucket holds or will hold, with the digest of what
+            they are made of, empty where it is not known: the consumer that is sent the entry
+            takes nothing else, whatever lies under the item's name in the bucket.
         placeholder: `placeholder_of` an item.
-        digests: what items are made of, by identifier: the consumer that is sent the entry takes
-            nothing else, whatever lies under the item's name in the bucket.
 
     Returns:
         By `mm_hash`, `{"item_indices": [...], "modality": ..., "metadata": {...}}` and, where it
@@ -55,8 +54,8 @@ def published(
     for index, feature in enumerate(features):
         if feature.identifier in shared:
             entry = dict(placeholder(feature))
-            if entry and feature.identifier in digests:
-                entry[INPUT_DIGEST] = digests[feature.identifier]
+            if entry and shared[feature.identifier]:
+                entry[INPUT_DIGEST] = shared[feature.identifier]
             found.setdefault(hash_of(feature), []).append((index, entry))
     told = {}
     for name, items in found.items():
@@ -86,7 +85,7 @@ def placeholder_of(feature: Any, fields: Set[str]) -> dict[str, object]:
         `{"modality": ..., "metadata": {...}}`, JSON-able and of bounded size; empty when the item
         cannot be laid out without its media.
     """
-    metadata = _metadata(feature, fields)
+    metadata = _metadata(feature, fields) if fields else None
     if metadata is None:
         return {}
     return {"modality": str(feature.modality), "metadata": metadata}

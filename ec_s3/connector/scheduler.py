@@ -274,16 +274,12 @@ class Scheduler:
         encodes = sum(map(len, output.scheduled_encoder_inputs.values()))
         return StepMetadata(self._nonce, self._hub.address, loads, saves, encodes)
 
-    def digests(self, request: Any) -> dict[str, str]:
-        """`Seen.digests` of a request that has not `finished` yet."""
-        seen = self._requests.get(str(request.request_id))
-        return {} if seen is None else seen.digests()
-
-    def finished(self, request: Any) -> frozenset[str]:
+    def finished(self, request: Any) -> dict[str, str]:
         """The request has ended, was aborted or failed: let go of what it held.
 
         Returns:
-            Identifiers of its items that the bucket holds, or will as far as can be told.
+            Identifiers of its items that the bucket holds, or will as far as can be told, with the
+            digest of the inputs that they are made of, empty where it is not known.
         """
         request_id = str(request.request_id)
         seen = self._requests.pop(request_id, None)
@@ -291,13 +287,14 @@ class Scheduler:
         if self._current is not None and self._current[0] == request_id:
             self._current = None
         if seen is None:
-            return frozenset()
+            return {}
         self._judge.stops_waiting(request_id, seen, "ended")
         self._holds.let_go_all(request_id, seen)
-        if not self._holds.uploading:
-            return frozenset(seen.shared)
-        saved = (i for i, ticket in seen.saved.items() if not self._holds.lost(ticket))
-        return frozenset(seen.shared.union(saved))
+        shared = seen.shared
+        if seen.saved and self._holds.uploading:
+            lost = self._holds.lost
+            shared = shared.union(i for i, ticket in seen.saved.items() if not lost(ticket))
+        return {identifier: seen.digest_of(identifier) for identifier in shared}
 
     # -- changing the weights --------------------------------------------------------------
 

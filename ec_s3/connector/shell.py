@@ -172,11 +172,8 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         if side is None:
             return False, None
         nothing: dict[str, str] = {}
-        digests = self._safely(
-            "request_finished", lambda: side.scheduler.digests(request), otherwise=nothing
-        )
         shared = self._safely(
-            "request_finished", lambda: side.scheduler.finished(request), otherwise=frozenset[str]()
+            "request_finished", lambda: side.scheduler.finished(request), otherwise=nothing
         )
         if not side.scheduler.busy:
             self._stats_at = 0.0  # there may be no further step to report in
@@ -184,7 +181,7 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
             return False, None
         told = self._safely(
             "request_finished",
-            lambda: side.publish(request.mm_features, shared, digests),
+            lambda: side.publish(request.mm_features, shared),
             otherwise=None,
         )
         return False, told

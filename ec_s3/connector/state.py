@@ -101,14 +101,11 @@ class Seen:
             elif item.kind is Kind.METADATA:  # the one that has no other way out
                 self._found[item.identifier] = item
 
-    def digests(self) -> dict[str, str]:
-        """What its items are made of, by identifier, as far as that is known."""
-        known = {}
-        for item in self.items:
-            binding = self.bindings.get(item.offset)
-            if binding is not None and binding.digest:
-                known[item.identifier] = binding.digest
-        return known
+    def digest_of(self, identifier: str) -> str:
+        """Digest of what an item is made of, empty when it is not known (yet)."""
+        item = self._found.get(identifier)
+        binding = self.bindings.get(item.offset) if item is not None else None
+        return (binding.digest or "") if binding is not None else ""
 
     def find(self, identifier: str) -> MediaItem | None:
         """The item that vLLM means by an identifier, None when that is ambiguous."""

@@ -270,10 +270,9 @@ def test_items_are_told_of_by_engines_that_upload(
         identifier="a", modality="image", data={"grid": SimpleNamespace(data=[1, 2])}
     )
     with closing(build_scheduler(engine(role, extra={"url": url} if url else {}))) as side:
-        assert side.publish([item], frozenset(), {}) is None
+        assert side.publish([item], {}) is None
         entry = {"modality": "image", "item_indices": [0], "metadata": {"grid": [1, 2]}}
-        digests = {"a": "5a" * 32}
-        assert side.publish([item], frozenset({"a"}), digests) == (
+        assert side.publish([item], {"a": "5a" * 32}) == (
             {"a": {**entry, "input_digest": "5a" * 32}} if told else None
         )
 
@@ -283,11 +282,11 @@ def test_engine_notices_that_its_uploads_fail_whether_or_not_statistics_are_aske
 ) -> None:
     with closing(build_scheduler(engine("ec_producer", extra={"url": "file:///tmp/x"}))) as side:
         monkeypatch.setattr(parts.ports[0], "drain_stats", lambda: {"uploads|denied": 2.0})
-        side.publish([], frozenset(), {})
+        side.tick()
         assert not side.holds.uploading
         assert side.stats.drain()["uploads|denied"] == 2.0
         monkeypatch.setattr(parts.ports[0], "drain_stats", lambda: {"uploads|written": 1.0})
-        side.publish([], frozenset(), {})
+        side.tick()
         assert not side.holds.uploading, "it does not look twice a second"
         side.collect()
         assert side.holds.uploading

@@ -56,9 +56,8 @@ def tell(
     known = {feature.identifier for feature in features} if shared is None else shared
     return published(
         features,
-        known,
+        {identifier: (digests or {}).get(identifier, "") for identifier in known},
         placeholder=lambda found: placeholder_of(found, fields(found.modality)),
-        digests=digests or {},
     )
 
 

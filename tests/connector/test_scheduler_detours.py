@@ -178,7 +178,7 @@ def test_weights_that_change_twice_before_a_step_are_started_over_once_for_the_l
 # -- the end of a request ------------------------------------------------------------------------
 
 
-def answered(play: Play, how: Any, *, role: str = "both") -> frozenset[str]:
+def answered(play: Play, how: Any, *, role: str = "both") -> set[str]:
     """What is told at the end of a request whose one item was answered like this."""
     request = play.request(feature())
     if not play.scheduler.ensure(request, 0):
@@ -186,7 +186,7 @@ def answered(play: Play, how: Any, *, role: str = "both") -> frozenset[str]:
         assert play.scheduler.ensure(request, 0)
     if role == "both" and not play.scheduler.has("a"):
         play.encode(request)
-    return play.scheduler.finished(request)
+    return set(play.scheduler.finished(request))
 
 
 def test_ended_request_names_what_it_saved() -> None:
@@ -197,13 +197,13 @@ def test_ended_request_names_what_it_saved() -> None:
 def test_ended_request_names_nothing_while_uploads_fail() -> None:
     play = Play()
     play.holds.uploading = False
-    assert answered(play, play.port.absent) == frozenset()
+    assert answered(play, play.port.absent) == set()
 
 
 def test_ended_request_names_nothing_that_found_no_room() -> None:
     play = Play()
     play.port.room = False
-    assert answered(play, play.port.absent) == frozenset()
+    assert answered(play, play.port.absent) == set()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -218,7 +218,7 @@ def test_ended_request_names_what_the_bucket_is_known_to_hold(*, shared: bool) -
             Ready(event.ticket, event.spec, event.extents, event.meta, shared=shared)
         )
 
-    assert answered(play, ready) == (frozenset("a") if shared else frozenset())
+    assert answered(play, ready) == ({"a"} if shared else set())
 
 
 def test_encode_only_engine_names_what_it_was_spared() -> None:
@@ -248,8 +248,8 @@ def test_aborted_request_names_nothing() -> None:
     play = Play()
     request = play.request(feature())
     assert not play.scheduler.ensure(request, 0)
-    assert play.scheduler.finished(request) == frozenset()
-    assert play.scheduler.finished(request) == frozenset()
+    assert play.scheduler.finished(request) == {}
+    assert play.scheduler.finished(request) == {}
 
 
 def test_time_that_a_request_was_kept_waiting_is_recorded_by_its_end() -> None:

@@ -69,12 +69,9 @@ def test_encode_only_engine_waits_until_it_can_tell_what_an_item_was_made_of() -
     assert not play.scheduler.ensure(request, 0)
     play.port.present(play.only_want())
     assert not play.scheduler.ensure(request, 0)
-    assert play.scheduler.digests(request) == {}
     digest.done(OURS)
     assert play.scheduler.ensure(request, 0)
-    assert play.scheduler.digests(request) == {"a": OURS}
-    assert play.scheduler.finished(request) == {"a"}
-    assert play.scheduler.digests(request) == {}
+    assert play.scheduler.finished(request) == {"a": OURS}
 
 
 def test_item_that_is_saved_can_be_told_with_what_it_was_made_of() -> None:
@@ -86,7 +83,7 @@ def test_item_that_is_saved_can_be_told_with_what_it_was_made_of() -> None:
     play.port.absent(play.only_want())
     assert play.scheduler.ensure(request, 0)
     assert len(play.encode(request).saves) == 1
-    assert play.scheduler.digests(request) == {"a": OURS}
+    assert play.scheduler.finished(request) == {"a": OURS}
 
 
 def test_inputs_that_cannot_be_digested_are_told_as_unknown() -> None:
@@ -95,4 +92,4 @@ def test_inputs_that_cannot_be_digested_are_told_as_unknown() -> None:
     assert not play.scheduler.ensure(request, 0)
     play.port.present(play.only_want())
     assert play.scheduler.ensure(request, 0)
-    assert play.scheduler.digests(request) == {}
+    assert play.scheduler.finished(request) == {"a": ""}

@@ -67,7 +67,7 @@ class Inside:
 
         self.told: list[tuple[Any, Any]] = []
 
-        def publish(features: Any, shared: Any, _: Any) -> dict[str, Any]:
+        def publish(features: Any, shared: Any) -> dict[str, Any]:
             self.told.append((features, shared))
             return {"a": {"item_indices": [0]}}
 
@@ -139,7 +139,7 @@ def test_items_on_their_way_to_the_bucket_are_told_of(inside: Inside) -> None:
     request = encoded(inside, "a")
     answer = inside.connector.request_finished(request)
     assert answer == (False, {"a": {"item_indices": [0]}})
-    assert inside.told == [(request.mm_features, frozenset({"a"}))]
+    assert inside.told == [(request.mm_features, {"a": ""})]
 
 
 def test_items_are_not_told_of_while_uploads_fail(inside: Inside) -> None:
