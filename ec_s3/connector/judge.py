@@ -36,6 +36,10 @@ GRANT_LEAD_SECONDS = 0.25
 """How long before its deadline a waiting item asks for pages to save the encode into."""
 
 
+_FINAL = (MissReason.TOO_LARGE, MissReason.DISABLED, MissReason.DELETED)
+"""Absences that asking again does not end: no room for it ever, or an operator's word."""
+
+
 class Judge:
     """Decides for one item at a time, and which requests may wait.
 
@@ -164,7 +168,7 @@ class Judge:
             seen.missing = None
             return Verdict.GO if self.good(seen, item, held) else Verdict.FAIL
         if held is not None and held.state is State.ABSENT:
-            if held.reason is MissReason.TOO_LARGE:
+            if held.reason in _FINAL:
                 return Verdict.FAIL
             # All of its items or none: what it holds could be what others wait for. Those that
             # found no room try one after the other, or they would take it from each other.

@@ -423,6 +423,16 @@ def test_item_without_media_and_with_other_rows_fails_at_once(rows: int) -> None
     assert not play.port.leases
 
 
+@pytest.mark.parametrize("reason", [MissReason.DISABLED, MissReason.DELETED])
+def test_item_without_media_that_an_operator_forbids_fails_at_once(reason: MissReason) -> None:
+    play = Play()
+    request = play.request(feature(media=False))
+    assert not play.scheduler.ensure(request, 0)
+    play.port.absent(play.only_want(), reason)
+    assert not play.scheduler.ensure(request, 0)
+    assert play.scheduler.take_unavailable() == {"r"}
+
+
 def test_item_without_media_that_never_fits_fails_at_once() -> None:
     play = Play(role="consumer")
     request = play.request(feature(media=False))
