@@ -30,7 +30,7 @@ REPROBE_SECONDS = 0.25
 """Pause before an item that only a consumer's metadata names is asked for again."""
 
 LONGEST_PAUSE = 4.0
-"""The same for one that finds no room again and again."""
+"""The same for one that finds no room for all of its items again and again."""
 
 GRANT_LEAD_SECONDS = 0.25
 """How long before its deadline a waiting item asks for pages to save the encode into."""
@@ -172,12 +172,13 @@ class Judge:
                 return Verdict.FAIL
             # All of its items or none: what it holds could be what others wait for. Those that
             # found no room try one after the other, or they would take it from each other.
+            others = len(seen.holds) > 1
             self._holds.let_go_all(request_id, seen)
             seen.retry_at, seen.missing = now + REPROBE_SECONDS, item.name
             if held.reason is MissReason.NO_ROOM:
-                # Each attempt may fetch what it then gives up again.
-                seen.retry_at = now + min(LONGEST_PAUSE, REPROBE_SECONDS * 2**seen.crowded)
-                seen.crowded += 1
+                if others:  # each attempt may fetch what it then gives up again
+                    seen.retry_at = now + min(LONGEST_PAUSE, REPROBE_SECONDS * 2**seen.crowded)
+                    seen.crowded += 1
                 self.turns.join(request_id, now)
         return Verdict.WAIT if now < seen.late else Verdict.FAIL
 

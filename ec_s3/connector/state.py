@@ -69,7 +69,7 @@ class Seen:
         reached: up to which token nothing was needed at the last call.
         waiting_since: when it began to wait; None while it does not.
         outcome: how its wait for an item ended last.
-        crowded: how often items without media have found no room.
+        crowded: how often items without media have found no room beside each other.
         retry_at: when items without media may be asked for again.
         missing: the item without media that is asked for first, and alone, as it was absent.
         failed: it has been reported as unavailable.
