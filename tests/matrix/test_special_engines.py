@@ -60,7 +60,8 @@ def test_host_tier_of_two_items(
     """More at once than fits, and all of it leased: whoever carries media is answered rightly."""
     with (
         record("host tier far too small, full of leases", f"{role}, {layout}") as figures,
-        _engine(bench, role, layout, max_local_cpu_size=_TWO_ITEMS) as engine,
+        # Enough time for all turns, whatever the machine does beside: nothing is timed here.
+        _engine(bench, role, layout, max_local_cpu_size=_TWO_ITEMS, metadata_timeout=15) as engine,
     ):
         stored, new = _items(engine, "small", 6), _items(engine, "small-new", 4, stored=False)
         asks = [engine.ask(text="tell me a long story", max_tokens=120)]
