@@ -135,7 +135,13 @@ def assert_sound(page: Page, lab: Lab) -> None:
         assert secret not in ours
 
 
-@pytest.mark.parametrize("arguments", [(), ("--api-server-count", "2")], ids=["1-api", "2-apis"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="1-api"),
+        pytest.param(("--api-server-count", "2"), id="2-apis", marks=pytest.mark.slow),
+    ],
+)
 def test_cold_and_warm_server_tell_what_they_did(
     bench: Bench, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
