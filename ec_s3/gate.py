@@ -91,9 +91,8 @@ class Gate:
         return "deleted" if self._deleted(key) else None
 
     def _deleted(self, key: str) -> bool:
-        deleted = self.control.deleted
         digest = key.rpartition("/")[2]
-        return digest in deleted and self._wall_clock() < deleted[digest]
+        return self.control.deletes(digest, now=self._wall_clock())
 
     def suspend(self) -> bool:
         """Nothing may pass until `resume`; whether that is new."""

@@ -212,9 +212,8 @@ class Judge:
         """Whether an item in memory is exactly what this request needs; None: not known yet.
 
         Too many rows would be answered from the wrong ones, too few or another width kill the
-        engine. A request
-        that carries its media takes only what was made of the same inputs, where that is known;
-        one without only what was made of those that it names, if it does.
+        engine. A request that carries its media takes only what was made of the same inputs, where
+        that is known; one without only what was made of those that it names, if it does.
         """
         if held.state is State.PRESENT:  # its consumer compares, and is told with what
             return None if self.binding(seen, item).digest is None else True
