@@ -10,7 +10,7 @@ the queue of answers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ class Holds:
         self._by_ticket: dict[int, str] = {}
         self._grants: dict[str, _Grant] = {}
         self._saving: dict[int, _Save] = {}
+        self._unanswered: Counter[str] = Counter()  # names, as `take_in` has seen it
         self._loading: dict[int, tuple[str, Held, set[int]]] = {}
         self._answers: deque[tuple[Answer, str]] = deque()
         self._lost: deque[int] = deque(maxlen=LOST_SAVES)
@@ -76,6 +77,10 @@ class Holds:
     def get(self, name: str) -> Held | None:
         """The item, if anybody holds it."""
         return self._held.get(name)
+
+    def is_being_saved(self, name: str) -> bool:
+        """Whether a rank may still report that it has saved the item."""
+        return name in self._unanswered
 
     def will_be_saved(self, name: str) -> bool:
         """Whether a request is about to encode the item into pages that it has been granted."""
@@ -147,8 +152,10 @@ class Holds:
     def give_back(self, ticket: int) -> None:
         """End a ticket, whatever it stands for."""
         self._by_ticket.pop(ticket, None)
-        if self._saving.pop(ticket, None) is not None:
+        save = self._saving.pop(ticket, None)
+        if save is not None:
             self._lost.append(ticket)
+            self._save_ended(save.name)
         self._port.release(ticket)
 
     def _ticket(self) -> int:
@@ -209,6 +216,12 @@ class Holds:
     ) -> None:
         """A rank will fill the ticket's pages with this tensor, or report that it did not."""
         self._saving[ticket] = _Save(name, spec, meta, binding)
+        self._unanswered[name] += 1
+
+    def _save_ended(self, name: str) -> None:
+        self._unanswered[name] -= 1
+        if not self._unanswered[name]:
+            del self._unanswered[name]
 
     def lost(self, ticket: int) -> bool:
         """Whether a save, of late, did not happen."""
@@ -224,20 +237,18 @@ class Holds:
         """
         save = self._saving.pop(answer.number, None) if answer.kind == "saved" else None
         if save is not None and answer.done:
-            self._fill(answer, save)
-        elif save is not None:
+            save.binding.on_done(lambda digest: self._fill(answer, save, digest))
+            return
+        if save is not None:
             self._lost.append(answer.number)
             self._port.release(answer.number)
         self._answers.append((answer, save.name if save is not None else ""))
 
-    def _fill(self, answer: Answer, save: _Save) -> None:
-        """The pages are filled; the engine takes them once the digest of the inputs is known."""
-        meta = replace(save.meta, encode_seconds=answer.encode_seconds)
-        save.binding.on_done(
-            lambda digest: self._port.filled(
-                answer.number, save.spec, replace(meta, input_digest=digest)
-            )
-        )
+    def _fill(self, answer: Answer, save: _Save, digest: str) -> None:
+        """The pages are filled and it is known of what: the engine takes them."""
+        meta = replace(save.meta, encode_seconds=answer.encode_seconds, input_digest=digest)
+        self._port.filled(answer.number, save.spec, meta)
+        self._answers.append((answer, save.name))
 
     def take_in(self) -> bool:
         """Take in what engine and ranks have said; whether a rank is gone."""
@@ -247,8 +258,10 @@ class Holds:
             answer, name = self._answers.popleft()
             if answer.kind == "loaded":
                 self._on_loaded(answer)
-            elif answer.kind == "saved" and answer.done:
-                self.forget_absence(name)
+            elif answer.kind == "saved" and name:
+                self._save_ended(name)
+                if answer.done:
+                    self.forget_absence(name)
             gone = gone or answer.kind == "gone"
         return gone
 

@@ -139,9 +139,12 @@ class Judge:
 
     def _outcome(self, seen: Seen, item: MediaItem, held: Held) -> str | None:
         """How the wait for an item ended; None while it goes on."""
+        now = self._clock()
         if held.state is State.ABSENT:
             self._ask_grant(seen, item)
-            return "absent"
+            # Encoded a moment ago for another request: that is there sooner than a second encode.
+            saving = self._setup.consumer and self._holds.is_being_saved(item.name)
+            return None if saving and now < seen.deadline else "absent"
         if held.state is not State.FETCHING:
             good = self.good(seen, item, held)
             if good is not None:
@@ -149,7 +152,6 @@ class Judge:
                     reason = "mismatch" if self._unfit(item, held) else "binding"
                     self._stats.add("given_up", reason=reason)
                 return "ready" if good else "absent"
-        now = self._clock()
         if now >= seen.deadline - GRANT_LEAD_SECONDS:
             self._ask_grant(seen, item)
         if now < seen.deadline:

@@ -95,6 +95,38 @@ def test_item_saved_a_moment_ago_is_found_by_the_next_request() -> None:
     assert play.scheduler.has("a")
 
 
+def test_item_that_is_being_saved_is_waited_for_by_the_next_request() -> None:
+    play = Play()
+    order = play.save_of_first()
+    second = play.request(feature(), name="s")
+    assert not play.scheduler.ensure(second, 0)
+    play.port.absent(play.only_want())
+    assert not play.scheduler.ensure(second, 0), "the bucket cannot have it yet, but a rank has"
+    play.saved(order.ticket)
+    play.idle()
+    assert play.scheduler.ensure(second, 0)
+    assert play.scheduler.has("a")
+
+
+@pytest.mark.parametrize("cause", ["not done", "no answer", "not a consumer"])
+def test_item_whose_save_comes_to_nothing_is_encoded_by_the_next_request(cause: str) -> None:
+    play = Play(role="producer" if cause == "not a consumer" else "both")
+    order = play.save_of_first()
+    second = play.request(feature(), name="s")
+    assert not play.scheduler.ensure(second, 0)
+    play.port.absent(play.only_want())
+    if cause == "not done":
+        assert not play.scheduler.ensure(second, 0)
+        play.saved(order.ticket, done=False)
+        play.idle()
+    elif cause == "no answer":
+        assert not play.scheduler.ensure(second, 0)
+        play.now = 2.0
+    assert play.scheduler.ensure(second, 0)
+    assert not play.scheduler.has("a")
+    assert len(play.encode(second).saves) == 1
+
+
 @pytest.mark.parametrize("cause", ["not done", "not scheduled"])
 def test_save_that_does_not_happen_gives_its_pages_back(cause: str) -> None:
     play = Play()

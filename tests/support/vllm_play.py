@@ -161,6 +161,17 @@ class Play:
             Output(scheduled_encoder_inputs={request.request_id: [index]})
         )
 
+    def save_of_first(self) -> Any:
+        """The order to save `a`, which a request encoded that has ended; vLLM has evicted it."""
+        first = self.request(feature(), name="first")
+        self.scheduler.ensure(first, 0)
+        self.port.absent(self.only_want())
+        self.scheduler.ensure(first, 0)
+        (order,) = self.encode(first).saves
+        self.scheduler.finished(first)
+        self.idle(tokens=1, free_encoder_mm_hashes=["a"])
+        return order
+
     def load(self, request: Request, index: int = 0) -> Any:
         """A step in which vLLM loads one item after a yes."""
         assert self.scheduler.has(request.mm_features[index].identifier)
