@@ -4,7 +4,7 @@
 #   make example-disaggregated  one server encodes, another answers, over HTTP
 #   make test     every test but the slow ones, real vLLM included
 #   make lint     ruff, mypy, import-linter, file length
-#   make bench    the benchmarks
+#   make bench    the benchmarks against peers and limits; writes docs/reference/benchmarks.md
 #   make faults   every failure x role x layout with real vLLM; writes docs/reference/fault-matrix.md
 #   make soak     real vLLM under random faults for MINUTES=20
 #   make versions  what depends on vLLM, under its other VERSIONS
@@ -65,8 +65,9 @@ lint: setup
 	  awk '$$2 != "total" && $$1 > $(MAX_LINES) { print $$2 ": " $$1 " lines, over $(MAX_LINES)"; bad = 1 } \
 	       END { exit bad }'
 
+# ARGS="--quick" for 3 minutes instead of 25; ARGS="bucket host" for some; see benchmarks/README.md.
 bench: setup
-	@$(RUN) bash -euc 'for file in benchmarks/[a-z]*.py; do echo "== $$file"; python "$$file" $(ARGS); done'
+	@$(RUN) PYTHONPATH=benchmarks python -m suite.everything $(ARGS)
 
 # The matrix starts a dozen engines, one after the other; ARGS="-k separate" picks some.
 faults: setup

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -32,8 +31,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from suite.report import Report
+
 from ec_s3.testing.memory import MemoryStore
-from ec_s3.testing.tiny_models import LLAVA_ROWS, LLM_WIDTH, MODELS
+from ec_s3.testing.model_folder import LLM_WIDTH
+from ec_s3.testing.tiny_models import LLAVA_ROWS, MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -374,50 +376,57 @@ class Held(CountingStore):
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of the scheduler part's hooks.")
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--output", type=Path, default=Path("build/bench/hooks.json"))
+    parser.add_argument("--quick", action="store_true", help="a fifth of the steps")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    steps = arguments.steps // 5 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory() as folder:
         model = MODELS["llava"].make(Path(folder), dtype="float32")
         known = fill_bucket(model, MemoryStore())
         store = CountingStore()
         store.objects.update(known)
         bench = Bench(model, store)
-        decoding = decode(bench, store, arguments.steps)
+        decoding = decode(bench, store, steps)
         bench.close()
         waiting = {}
         for limit in (16, WAITING):
             bench = Bench(model, Held(), max_deferred_requests=limit, fetch_timeout=1.0)
             waiting[limit] = wait(bench)
             bench.close()
-    report(decoding, waiting)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"decoding": decoding, "waiting, by max_deferred_requests": waiting}
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    made = report(decoding, waiting)
+    made.quick = arguments.quick
+    made.write("hooks")
+    for row in made.rows:
+        print("  ", *(f"{v:>9.1f}" if isinstance(v, float) else v for v in row.values()))
+    for target in made.targets:
+        print("  ", "met " if target.met else "MISSED", target.text, round(target.value, 2))
 
 
-def report(decoding: dict[str, Any], waiting: dict[int, dict[str, Any]]) -> None:
-    print(f"\n{DECODING} requests decoding, {decoding['steps']} steps; us of the thread's CPU time")
-    print(f"  {'hook':42}{'calls':>9}{'p50':>9}{'p99':>9}{'max':>10}")
+def report(decoding: dict[str, Any], waiting: dict[int, dict[str, Any]]) -> Report:
+    made = Report(title="CPU time of the scheduler's hooks")
+    made.notes.append(
+        f"{DECODING} requests with images decode for {decoding['steps']} steps, one ends and one "
+        f"comes every {TURNOVER}; microseconds of the thread's CPU time. The bucket got "
+        f"{decoding['requests to the bucket']} requests, "
+        f"{decoding['while all decode']} of them while all decoded."
+    )
     for hook, row in decoding["hooks"].items():
-        over = "  OVER THE LIMIT" if ", " not in hook and row["p99"] > HOOK_LIMIT_US else ""
-        print(
-            f"  {hook:42}{row['calls']:9.0f}{row['p50']:9.1f}{row['p99']:9.1f}"
-            f"{row['max']:10.1f}{over}"
-        )
-    print(
-        f"  bucket: {decoding['requests to the bucket']} requests, "
-        f"{decoding['of which from hooks']} from hooks, "
-        f"{decoding['while all decode']} while all decode"
+        made.rows.append({"hook": hook, **row})
+        if ", " not in hook:
+            text = f"`{hook}`, microseconds at p99, {DECODING} requests decoding"
+            made.at_most(text, value=row["p99"], limit=HOOK_LIMIT_US)
+    made.at_most(
+        "requests to the bucket from hooks", value=decoding["of which from hooks"], limit=0
     )
     for limit, row in waiting.items():
         worst = max(row["first step, ms"], row["later steps, ms"]["max"])
-        print(f"\n{WAITING} requests with {ITEMS} new images, {limit} may be deferred; all hooks")
-        print(
-            f"  first step {row['first step, ms']:.2f} ms, later steps median "
-            f"{row['later steps, ms']['median']:.2f} ms, max {row['later steps, ms']['max']:.2f} ms"
-            f"{'  OVER THE LIMIT' if worst > STEP_LIMIT_MS else ''}"
+        made.at_most(
+            f"all hooks of one step, ms, {WAITING} requests with {ITEMS} new images waiting, "
+            f"`max_deferred_requests` {limit}",
+            value=worst,
+            limit=STEP_LIMIT_MS,
         )
+    return made
 
 
 if __name__ == "__main__":

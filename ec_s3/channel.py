@@ -5,7 +5,8 @@ of the channel's own. A peer that does not read for so long that the backlog rea
 as good as gone: the channel breaks, and never drops a single message. Messages may be of any size
 up to that bound, and strings may hold anything, lone surrogates included.
 
-`send` may be called from any thread, `receive` from one.
+`send` may be called from any thread; an end either waits in `receive`, on one thread, or takes
+what is there with `receive_ready`, on one at a time.
 
 Locking: one lock guards the backlog and the flag `broken`. Under it the socket is only written to
 without waiting; the sending thread waits without it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import threading
 from collections import deque
@@ -22,6 +24,7 @@ from typing import Any
 
 MAX_BACKLOG = 64 << 20
 _LENGTH_BYTES = 4
+_READ_BYTES = 256 << 10
 
 
 class Channel:
@@ -30,6 +33,9 @@ class Channel:
     Args:
         sock: the socket; blocking.
         name: name of the sending thread.
+
+    Attributes:
+        ended: whether `receive_ready` has met the end: no more messages will come.
     """
 
     def __init__(self, sock: socket.socket, *, name: str) -> None:
@@ -38,6 +44,8 @@ class Channel:
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
         self._broken = False
+        self._inbox = bytearray()
+        self.ended = False
         self._sender = threading.Thread(target=self._send_backlog, name=name, daemon=True)
         self._sender.start()
 
@@ -101,8 +109,37 @@ class Channel:
         body = self._receive(int.from_bytes(head, "big")) if head else b""
         if not body:
             return None
-        message: dict[str, Any] = json.loads(body.decode("utf-8", "surrogatepass"))
-        return message
+        return _unpack(body)
+
+    def receive_ready(self) -> list[dict[str, Any]]:
+        """The messages that have come whole since the last call; never waits."""
+        part = b"more"
+        while part and not self.ended:
+            try:
+                part = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                part = b""
+            self._inbox += part
+            self.ended = not part
+        messages, at = [], 0
+        while len(self._inbox) >= at + _LENGTH_BYTES:
+            begin = at + _LENGTH_BYTES
+            stop = begin + int.from_bytes(self._inbox[at:begin], "big")
+            if len(self._inbox) < stop:
+                break
+            messages.append(_unpack(self._inbox[begin:stop]))
+            at = stop
+        del self._inbox[:at]
+        return messages
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until there is something to receive, or the end, at most so many seconds."""
+        waiting = select.poll()
+        with contextlib.suppress(ValueError, OSError):  # closed meanwhile
+            waiting.register(self._sock, select.POLLIN)
+            waiting.poll(max(0.0, timeout) * 1000)
 
     def _receive(self, nbytes: int) -> bytes:
         """Exactly so many bytes, none at the end."""
@@ -152,3 +189,8 @@ class Channel:
         self.hang_up()
         self._sender.join(2.0)
         self._sock.close()
+
+
+def _unpack(body: bytes | bytearray) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(body.decode("utf-8", "surrogatepass"))
+    return message

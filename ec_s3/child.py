@@ -8,8 +8,9 @@ child dies the port is no longer `alive`, and what it had leased stays where it 
 
 Run as `python -m ec_s3.child <socket fd> <slab fd>`, never by hand.
 
-Locking: `_stats_lock` guards the metrics received and not yet handed out; under `_gate_lock` the
-gate turns and the child is told, so that both turn in one order.
+Locking: under `_receiving` one thread at a time takes what the child has sent; `_stats_lock` guards
+the metrics received and not yet handed out; under `_gate_lock` the gate turns and the child is
+told, so that both turn in one order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ec_s3.tickets import Absent, Granted, Want, outdated, pack_event, unpack_ev
 from ec_s3.types import FlushReport, ItemMeta, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ec_s3.metrics import Data
     from ec_s3.tickets import Event
@@ -85,14 +86,15 @@ class ProcessPort:
         self._gate_lock = threading.Lock()
         self._stats: Data = {}
         self._stats_lock = threading.Lock()
-        self._started = threading.Event()
+        self._started = False
         self._failure: ECS3Error | None = None
         self._report = UNKNOWN
-        self._closed = self._gone = False
+        self._closed = self._gone = self._reported = False
+        self._receiving = threading.Lock()
         self._child, sock = _spawn(slab.fd)
         self._channel = Channel(sock, name="ec_s3-port-send")
-        self._reader = threading.Thread(target=self._read, name="ec_s3-port", daemon=True)
-        self._reader.start()
+        self._watch = threading.Thread(target=self._await_end, name="ec_s3-port", daemon=True)
+        self._watch.start()
         try:
             self._start(config, namespace, slab, facts)
         except BaseException:
@@ -114,10 +116,10 @@ class ProcessPort:
             nbytes=slab.nbytes,
             facts=dict(facts or {}),
         )
-        self._started.wait(START_SECONDS)
+        self._receive(START_SECONDS, lambda: self._started or self._failure is not None)
         if self._failure is not None:
             raise self._failure
-        if not self._started.is_set() or not self.alive:
+        if not self._started or not self.alive:
             raise ECS3Error("the engine's process did not start; its log says why")
 
     @property
@@ -160,6 +162,7 @@ class ProcessPort:
 
     def poll(self) -> list[Event]:
         """See `EnginePort.poll`."""
+        self._receive()
         events = self._events
         weights = self._gate.now.weights
         return [self._told(*events.popleft(), weights) for _ in range(len(events))]
@@ -187,25 +190,41 @@ class ProcessPort:
 
     def drain_stats(self) -> Data:
         """See `EnginePort.drain_stats`; at most a second old."""
+        self._receive()
         with self._stats_lock:
             data, self._stats = self._stats, {}
         return data
 
-    def _read(self) -> None:
-        try:
-            while (packed := self._channel.receive()) is not None:
-                self._take(packed)
-        finally:
-            self._gone = True
-            lost = self._started.is_set() and not self._closed
-            self._started.set()
-        if lost:
+    def _await_end(self) -> None:
+        # Waits in the kernel: no thread of ours ever wants the interpreter beside the scheduler's.
+        self._child.wait()
+        self._gone = True
+        if self._started and not self._closed:
             logger.error("the engine's process is gone; the encoder cache is off")
+
+    def wait_for_end(self) -> None:
+        """See `restart.MortalPort.wait_for_end`."""
+        self._watch.join()
+
+    def _receive(self, timeout: float = 0.0, enough: Callable[[], bool] = lambda: True) -> None:
+        """Take what the child has sent; wait until that is enough, at most `timeout` seconds."""
+        if self._pid != os.getpid():
+            return
+        give_up = time.monotonic() + timeout
+        while True:
+            with self._receiving:
+                for packed in self._channel.receive_ready():
+                    self._take(packed)
+                ended = self._channel.ended
+            left = give_up - time.monotonic()
+            if enough() or ended or left <= 0:
+                return
+            self._channel.wait_ready(left)
 
     def _take(self, packed: dict[str, Any]) -> None:
         match packed["kind"]:
             case "started":
-                self._started.set()
+                self._started = True
             case "failed":
                 error = ConfigError if packed["config"] else ECS3Error
                 self._failure = error(packed["error"])
@@ -213,7 +232,7 @@ class ProcessPort:
                 with self._stats_lock:
                     self._stats = combine(self._stats, packed["data"])
             case "closed":
-                self._report = FlushReport(**packed["report"])
+                self._report, self._reported = FlushReport(**packed["report"]), True
             case _:
                 event = unpack_event(packed)
                 if event is not None:
@@ -226,14 +245,12 @@ class ProcessPort:
         give_up = time.monotonic() + timeout + CLOSE_GRACE
         self._closed = True
         self._channel.send({"kind": "close", "timeout": timeout})
-        self._reader.join(timeout + CLOSE_GRACE)
+        self._receive(timeout + CLOSE_GRACE, lambda: self._reported)
         self._stop(max(END_SECONDS, give_up - time.monotonic()))
         return self._report
 
     def _stop(self, timeout: float) -> None:
         self._closed = True
-        self._channel.hang_up()
-        self._reader.join(END_SECONDS)
         self._channel.close()
         try:
             self._child.wait(timeout)

@@ -32,8 +32,18 @@ Buffer = bytes | bytearray | memoryview
 MAX_WINDOW_BYTES = 8 << 20
 """Largest window that a frame may ask for; bounds what zstd allocates for hostile input."""
 
+STORE = -100
+"""A level at which zstd all but copies, for bytes that do not shrink."""
+
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _WORDS = {2: "<u2", 4: "<u4", 8: "<u8"}
+
+_MERGE_BYTES = (
+    256 << 10
+)  # stays in a core's cache; of less, NumPy's calls cost more than that saves
+_SAMPLES = 16
+_SAMPLE_BYTES = 4 << 10
+_WORTH_WHILE = 0.97
 
 
 class Layout(StrEnum):
@@ -69,6 +79,29 @@ def compress_bound(nbytes: int) -> int:
     """Most bytes that a valid frame of `nbytes` of content can have."""
     margin = (((128 << 10) - nbytes) >> 11) if nbytes < 128 << 10 else 0
     return nbytes + (nbytes >> 8) + margin
+
+
+def shrinks(segments: Sequence[memoryview], *, itemsize: int) -> bool:
+    """Whether byte planes are worth their price, judged by samples from all over the tensor.
+
+    Planes of bytes that are all chance cost their splitting and merging, and save nothing.
+
+    Args:
+        segments: the tensor's bytes in order, at least a few pages of them.
+        itemsize: 2, 4 or 8.
+    """
+    step = max(_SAMPLE_BYTES, sum(map(len, segments)) // _SAMPLES // itemsize * itemsize)
+    samples: list[memoryview] = []
+    until = 0  # the next sample, from the start of this segment
+    for segment in segments:
+        while until < len(segment):
+            found = segment[until : until + _SAMPLE_BYTES]
+            samples.append(found[: len(found) // itemsize * itemsize])
+            until += step
+        until -= len(segment)
+    taken = sum(map(len, samples))
+    stored = compress_chunk(samples, layout=Layout.SHUFFLE, itemsize=itemsize, level=1)
+    return len(stored) < _WORTH_WHILE * taken
 
 
 def compress_chunk(
@@ -124,11 +157,13 @@ def decompress_chunk(
 def _compressor(level: int, layout: Layout) -> zstandard.ZstdCompressor:
     compressor = _state.compressors.get((level, layout))
     if compressor is None:
-        # On byte planes almost every short match is chance and costs more than it saves. A small
-        # hash table and long matches leave as little, at 1.7 times the speed in and 1.5 out.
+        # On byte planes almost every match is chance and costs more than it saves. The smallest
+        # hash table and long matches leave as little, at twice the speed in and 1.5 times out.
         tuning: dict[str, int] = {}
         if layout is Layout.SHUFFLE and level == 1:
-            tuning = {"window_log": 20, "hash_log": 10, "min_match": 7}
+            tuning = {"window_log": 20, "hash_log": 6, "min_match": 7}
+        elif level == STORE:
+            tuning = {"window_log": 20, "hash_log": 6}
         parameters = zstandard.ZstdCompressionParameters.from_level(
             level, write_checksum=1, write_content_size=1, **tuning
         )
@@ -183,19 +218,22 @@ def _split(segments: Sequence[memoryview], planes: Bytes, itemsize: int) -> None
 
 def _merge(planes: Bytes, outs: Sequence[memoryview], itemsize: int) -> None:
     count = len(planes) // itemsize
+    block = _MERGE_BYTES // itemsize
     start = 0
     for out in outs:
         words = _words(out, itemsize)
-        stop = start + len(words)
-        for index in reversed(range(itemsize)):
-            plane = planes[index * count + start : index * count + stop]
-            if index == itemsize - 1:
-                np.left_shift(plane, 8, out=words, dtype=words.dtype)
-                continue
-            np.bitwise_or(words, plane, out=words)
-            if index:
-                np.left_shift(words, 8, out=words)
-        start = stop
+        for at in range(0, len(words), block):
+            piece = words[at : at + block]
+            for index in reversed(range(itemsize)):
+                first = index * count + start + at
+                plane = planes[first : first + len(piece)]
+                if index == itemsize - 1:
+                    np.left_shift(plane, 8, out=piece, dtype=piece.dtype)
+                    continue
+                np.bitwise_or(piece, plane, out=piece)
+                if index:
+                    np.left_shift(piece, 8, out=piece)
+        start += len(words)
 
 
 def _words(segment: memoryview, itemsize: int) -> npt.NDArray[Any]:

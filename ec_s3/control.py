@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import CapacityError, ControlError, RemoteChangedError, RemoteError
+from ec_s3.quiet import Quiet
 from ec_s3.types import PutOutcome
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Poll:
         self._stats = stats
         self._period = period
         self._known = ("", "")  # key and version that were read last
-        self._warned = False
+        self._quiet = Quiet(once=True)
         self._hurry = asyncio.Event()
 
     def hurry(self) -> None:
@@ -267,8 +268,7 @@ class Poll:
             outcome = await self._ask(self._key())
         except ControlError as error:
             outcome = "malformed"
-            if not self._warned:
-                self._warned = True
+            if self._quiet.due() is not None:
                 logger.warning("%s; what was said last holds", error)
         except (RemoteError, TimeoutError) as error:
             outcome = "failed"
@@ -291,6 +291,6 @@ class Poll:
             return "unchanged"
         self._known = (key, stored.etag)  # a malformed one need not be read twice either
         control = parse_control(stored.body)
-        self._warned = False
+        self._quiet.over()
         await self._obey(control)
         return "changed"

@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import CapacityError, ClosedError, ECS3Error, RemoteError
 from ec_s3.fetch import Miss, PrivateItem
+from ec_s3.indexing import IndexPoll
 from ec_s3.local import Lease, Reservation
+from ec_s3.policy import Policy
 from ec_s3.tickets import Absent, Granted, Present, Ready
 from ec_s3.types import MissReason
 from ec_s3.uploads import Upload
@@ -67,6 +70,24 @@ class Desk:
         self._lock = threading.Lock()
         self._holders: dict[int, _Holder] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._policy = Policy(cache.config.policy)
+        self._listing = cache.reader.tiers.presence.listing
+        self._disk = cache.reader.tiers.disk is not None
+        self._follow_index()
+
+    def _follow_index(self) -> None:
+        remote = self._cache.reader.tiers.remote
+        if remote is None or not self._policy.uses_index:
+            return
+        poll = IndexPoll(
+            remote,
+            namespace=lambda: self._gate.now.namespace,
+            listing=self._listing,
+            max_age=self._cache.config.index_max_age,
+            keyring=self._cache.config.keyring(),
+            stats=self._cache.statistics,
+        )
+        self._loop.post(lambda: self._cache.governor.attend(poll.run()))
 
     def want(self, want: Want) -> None:
         """See `port.EnginePort.want`. A host tier hit is answered before the call returns."""
@@ -86,10 +107,32 @@ class Desk:
             self._cache.count_local_hit(lease.meta)
             self._emit(self._ready(want.ticket, lease), since.weights)
             return
+        if not self._disk and self._is_unlisted(want, key):
+            self._cache.statistics.add("queries")
+            self._cache.statistics.add("misses", reason=MissReason.ABSENT)
+            self._absent(want, since, MissReason.ABSENT)
+            return
         try:
             self._loop.post(self._start, want, since)
         except ClosedError:
             self._absent(want, since, MissReason.CLOSED)
+
+    def _is_unlisted(self, want: Want, key: str) -> bool:
+        """Whether the index is taken at its word that the bucket lacks the item."""
+        if want.probe or want.fresh or not self._listing.lacks(key):
+            return False
+        self._listing.deny(key)
+        self._cache.statistics.add("index_answers", outcome="absent")
+        return True
+
+    def _lingers(self) -> bool:
+        """Whether a fetch goes on for later requests when the one that it is for has ended.
+
+        Where requests may not wait; as many as run at once anyway, so that none piles up.
+        """
+        if self._policy not in (Policy.LATENCY, Policy.NEVER):
+            return False
+        return len(self._cache.reader.under_way()) < self._cache.config.max_fetches
 
     def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         """See `port.EnginePort.reserve`; answered before the call returns."""
@@ -127,6 +170,9 @@ class Desk:
         if spec.nbytes != reservation.nbytes or spec.dtype != holder.since.namespace.dtype:
             reservation.abort()
             return
+        if meta.encode_seconds:
+            self._cache.statistics.add("encoder_seconds", meta.encode_seconds)
+            self._cache.statistics.add("encoder_bytes", spec.nbytes)
         reservation.commit(spec, meta, dirty=self._cache.uploads).release()
         try:
             self._loop.post(self._cache.enqueue, Upload(reservation.key, holder.identifier))
@@ -170,11 +216,16 @@ class Desk:
             if want.probe:
                 await self._probe(want, since)
                 return
-            item = await self._cache.reader.acquire(
+            reader = self._cache.reader
+            key = since.namespace.object_key(want.identifier)
+            if self._disk and self._is_unlisted(want, key):
+                # A remembered absence ends behind the disk, and whoever asks afresh forgets it.
+                reader.tiers.presence.set(key, present=False, now=time.monotonic())
+            item = await reader.acquire(
                 want.identifier,
                 timeout=self._cache.config.metadata_timeout,
                 fresh=want.fresh,
-                linger=False,
+                linger=self._lingers(),
                 resident=True,
             )
         except RemoteError as error:

@@ -28,8 +28,7 @@ from ec_s3.pages import Slab
 from ec_s3.presence import Presence, Refused
 from ec_s3.reader import ANYTHING, Reader, Tiers
 from ec_s3.remote import open_disk, open_store
-from ec_s3.staging import Stager
-from ec_s3.tensors import copy_out
+from ec_s3.staging import Stager, copied_out
 from ec_s3.types import DeleteReport, FlushReport, ItemMeta, Tier
 from ec_s3.wire import FORMAT_VERSION
 from ec_s3.wiring import first_pages, guard, make_fetcher, make_queue
@@ -259,9 +258,11 @@ class EncoderCache:
         item = await self.acquire(identifier, expect=expect, timeout=timeout)
         if isinstance(item, Miss):
             return None
+        started = self._clock()
         try:
-            return await run_to_end(self._executor, copy_out, item.segments(), item.spec, device)
+            return await copied_out(self._executor, item, device)
         finally:
+            self.statistics.observe("fetch_seconds", self._clock() - started, phase="copy")
             item.release()
 
     async def acquire_many(

@@ -20,6 +20,7 @@ ECS3Error
 │   ├── RemoteUnavailableError (ConnectionError)
 │   └── RemoteChangedError                the object changed between two reads of it
 ├── ControlError (ValueError)             no control document of this version
+├── IndexObjectError (ValueError)         no index of a namespace that can be used
 ├── CapacityError                         larger than the host tier can ever hold
 └── ClosedError (RuntimeError)            used after close()
 
@@ -144,6 +145,10 @@ class RemoteChangedError(RemoteError):
 
 class ControlError(ECS3Error, ValueError):
     """What lies in the place of a control document is none that this release reads."""
+
+
+class IndexObjectError(ECS3Error, ValueError):
+    """What lies in the place of a namespace's index is none that can be used, or is too large."""
 
 
 class CapacityError(ECS3Error):

@@ -8,14 +8,14 @@ them any more, also after a cancellation.
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import numpy as np
 
 from ec_s3.buffers import Body
-from ec_s3.cancellation import all_or_cancel, run_to_end
+from ec_s3.cancellation import all_or_cancel
 from ec_s3.errors import (
     CapacityError,
     FrameError,
@@ -24,12 +24,14 @@ from ec_s3.errors import (
     RemoteChangedError,
 )
 from ec_s3.keys import parse_key
+from ec_s3.ranges import ObjectRead
 from ec_s3.types import Expectation, ItemMeta, MissReason, TensorSpec
 from ec_s3.wire import decode_chunk, read_header
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from ec_s3.arriving import Arriving
     from ec_s3.buffers import BufferPool
     from ec_s3.local import Lease, LocalTier, Reservation
     from ec_s3.metrics import Stats
@@ -107,45 +109,6 @@ class Keeper(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One object being read: from where, into what."""
-
-    store: Store
-    key: str
-    body: Body
-    keep: Keeper | None
-    stats: Stats | None
-
-    async def read(self, start: int, length: int, etag: str | None) -> GetResult | None:
-        asked = arrived = time.monotonic()
-
-        def into(nbytes: int) -> memoryview:
-            nonlocal arrived
-            arrived = time.monotonic()  # the answer's header is here
-            return self.body.take(nbytes)
-
-        result = await self.store.get(
-            self.key, into=into, start=start, length=length, if_match=etag
-        )
-        if result is not None:
-            self.body.part(result.body)
-            self._read(asked, arrived, len(result.body))
-        return result
-
-    def _read(self, asked: float, arrived: float, nbytes: int) -> None:
-        if self.stats is not None:
-            self.stats.observe("fetch_seconds", arrived - asked, phase="first_byte")
-            self.stats.observe("fetch_seconds", time.monotonic() - arrived, phase="body")
-            self.stats.add("download_bytes", nbytes, kind="stored")
-
-    async def decode(self, executor: Executor, *work: object) -> None:
-        started = time.monotonic()
-        await run_to_end(executor, _decode, *work)
-        if self.stats is not None:
-            self.stats.observe("fetch_seconds", time.monotonic() - started, phase="decode")
-
-
 class Fetcher:
     """Reads objects into a host tier.
 
@@ -201,31 +164,97 @@ class Fetcher:
         Raises:
             RemoteError: the store failed.
         """
-        etag = ""
-        with Body(self._pool) as body:
-            job = _Job(store=store, key=key, body=body, keep=keep, stats=stats)
-            try:
-                first = await job.read(0, RANGE_BYTES, None)
-                if first is None:
-                    return Miss(MissReason.ABSENT)
-                etag = first.info.etag
-                header = self._accept(key, first, identifier)
-                if header.created < valid_after:
-                    raise FrameStaleError("the object was made before the time that counts")
+        with Body(self._pool) as body, contextlib.ExitStack() as stack:
+            job = ObjectRead(store=store, key=key, body=body, stats=stats)
+            begun: list[tuple[Header, Reservation | _PrivateSink] | Miss] = []
+
+            async def begin(arriving: Arriving) -> None:
+                header = await self._header(arriving)
+                if header is None:
+                    return
+                self._accept(key, header, identifier, valid_after)
                 sink = self._reserve(key, header, resident=resident)
                 if isinstance(sink, Miss):
-                    return sink
-                with sink:
-                    await self._fill_and_keep(job, first, header=header, sink=sink)
-                    return sink.commit(header.spec, header.meta, dirty=False)
+                    begun.append(sink)
+                    return
+                stack.enter_context(sink)
+                begun.append((header, sink))
+                whole = _whole(header, RANGE_BYTES)
+                await self._decode_arriving(job, arriving, header, range(whole), sink)
+
+            try:
+                first = await job.take_in(0, RANGE_BYTES, begin)
+                if first is None:
+                    return Miss(MissReason.ABSENT)
+                if not begun:
+                    raise FrameTruncatedError("the object is empty")
+                (outcome,) = begun
+                if isinstance(outcome, Miss):
+                    return outcome
+                header, sink = outcome
+                if header.object_bytes != first.info.size:
+                    raise FrameTruncatedError(
+                        f"the object has {first.info.size} bytes, declared {header.object_bytes}"
+                    )
+                await self._fill_and_keep(job, keep, first, header=header, sink=sink)
+                return sink.commit(header.spec, header.meta, dirty=False)
             except FrameError as error:
-                return Miss(MissReason(error.reason), etag)
+                return Miss(MissReason(error.reason), job.etag)
+
+    async def _header(self, arriving: Arriving) -> Header | None:
+        """The object's header, as soon as it is there; None when nothing comes."""
+        wanted = 1
+        while await arriving.reaches(wanted):
+            try:
+                return read_header(
+                    arriving.view[: arriving.have],
+                    max_tensor_bytes=self._max_tensor_bytes,
+                    keyring=self._keyring,
+                )
+            except FrameTruncatedError:
+                if arriving.ended:
+                    raise
+                wanted = arriving.have + 1
+        return None
+
+    async def _decode_arriving(
+        self,
+        job: ObjectRead,
+        arriving: Arriving,
+        header: Header,
+        chunks: range,
+        sink: Reservation | _PrivateSink,
+    ) -> None:
+        """Decode a range of chunks that is read from its first byte on, whatever is there by now.
+
+        Raises:
+            FrameTruncatedError: the body ends before they do.
+        """
+        base = 0 if not chunks.start else header.chunk_range(chunks.start)[0]
+        at, spent = chunks.start, 0.0
+        while at < chunks.stop:
+            if not await arriving.reaches(sum(header.chunk_range(at)) - base):
+                raise FrameTruncatedError("the object shrank while it was read")
+            stop = at + 1
+            while stop < chunks.stop and sum(header.chunk_range(stop)) - base <= arriving.have:
+                stop += 1
+            spent += await job.decode(
+                self._executor, _decode, header, range(at, stop), base, arriving.view, sink
+            )
+            at = stop
+        job.decoded(spent)
 
     async def _fill_and_keep(
-        self, job: _Job, first: GetResult, *, header: Header, sink: Reservation | _PrivateSink
+        self,
+        job: ObjectRead,
+        keep: Keeper | None,
+        first: GetResult,
+        *,
+        header: Header,
+        sink: Reservation | _PrivateSink,
     ) -> None:
         nbytes = header.object_bytes
-        kept = job.keep if job.keep is not None and job.keep.admit(nbytes) else None
+        kept = keep if keep is not None and keep.admit(nbytes) else None
         try:
             stored = await self._fill(job, first, header=header, sink=sink, keep=kept is not None)
         except BaseException:
@@ -235,21 +264,15 @@ class Fetcher:
         if kept is not None:
             kept.take(job.key, stored, job.body.hand_over(), nbytes=nbytes)
 
-    def _accept(self, key: str, first: GetResult, identifier: str) -> Header:
+    def _accept(self, key: str, header: Header, identifier: str, valid_after: float) -> None:
         expected = parse_key(key)
-        header = read_header(
-            first.body, max_tensor_bytes=self._max_tensor_bytes, keyring=self._keyring
-        )
         header.check(
             identifier=identifier,
             namespace=expected.namespace,
             expect=Expectation(dtype=expected.dtype),
         )
-        if header.object_bytes != first.info.size:
-            raise FrameTruncatedError(
-                f"the object has {first.info.size} bytes and declares {header.object_bytes}"
-            )
-        return header
+        if header.created < valid_after:
+            raise FrameStaleError("the object was made before the time that counts")
 
     def _reserve(
         self, key: str, header: Header, *, resident: bool
@@ -263,18 +286,15 @@ class Fetcher:
 
     async def _fill(
         self,
-        job: _Job,
+        job: ObjectRead,
         first: GetResult,
         *,
         header: Header,
         sink: Reservation | _PrivateSink,
         keep: bool,
     ) -> list[memoryview]:
-        """Decode what has come and read the rest; returns the stored bytes when kept."""
-        have = len(first.body)
-        whole = 0
-        while whole < len(header.chunks) and sum(header.chunk_range(whole)) <= have:
-            whole += 1
+        """Read and decode the rest; returns the stored bytes when kept."""
+        whole = _whole(header, len(first.body))
         groups = _groups(header, whole)
         stored = [first.body] + [memoryview(b"")] * len(groups)
         gate = asyncio.Semaphore(PARALLEL_RANGES)
@@ -285,23 +305,31 @@ class Fetcher:
         async def rest(slot: int, group: range) -> None:
             start = header.chunk_range(group[0])[0]
             length = sum(header.chunk_range(group[-1])) - start
+
+            async def use(arriving: Arriving) -> None:
+                await self._decode_arriving(job, arriving, header, group, sink)
+
             async with gate:
-                part = await job.read(start, length, first.info.etag or None)
+                part = await job.take_in(start, length, use)
                 if part is None:
                     raise RemoteChangedError(
                         "deleted while it was read", operation="get", key=job.key
                     )
-                if len(part.body) != length:
-                    raise FrameTruncatedError("the object shrank while it was read")
-                await job.decode(self._executor, header, group, start, part.body, sink)
                 if keep:
                     stored[slot] = part.body
                 else:
                     job.body.give_back(part.body)  # inside the gate, which bounds what is held
 
-        decode_first = job.decode(self._executor, header, range(whole), 0, first.body, sink)
-        await all_or_cancel([decode_first, *(rest(i + 1, g) for i, g in enumerate(groups))])
+        await all_or_cancel([rest(i + 1, g) for i, g in enumerate(groups)])
         return stored
+
+
+def _whole(header: Header, nbytes: int) -> int:
+    """How many chunks lie in an object's first bytes."""
+    whole = 0
+    while whole < len(header.chunks) and sum(header.chunk_range(whole)) <= nbytes:
+        whole += 1
+    return whole
 
 
 def _groups(header: Header, start: int) -> list[range]:

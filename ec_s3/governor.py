@@ -18,7 +18,7 @@ from ec_s3.errors import RemoteError
 from ec_s3.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
 
     from ec_s3.control import Control
     from ec_s3.keys import Namespace
@@ -68,6 +68,10 @@ class Governor:
                 stats=self._stats,
             )
             self._keep(asyncio.ensure_future(self.poll.run()))
+
+    def attend(self, work: Coroutine[object, object, None]) -> None:
+        """Run background work until the engine is closed; on the engine's loop."""
+        self._keep(asyncio.ensure_future(work))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

@@ -26,6 +26,9 @@ KEY_VERSION = 1
 CONTROL_NAME = "control.json"
 """Last part of a control document's key."""
 
+INDEX_NAME = "index.bin"
+"""Last part of an index's key."""
+
 _SLUG_LENGTH = 64
 _SLUG = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?"
 _KEY = re.compile(
@@ -135,6 +138,11 @@ class Namespace:
     def control_key(self) -> str:
         """Key of the channel to running servers."""
         return f"{self.prefix}/{CONTROL_NAME}"
+
+    @property
+    def index_key(self) -> str:
+        """Key of what tells servers which items the folder holds, see `index`."""
+        return f"{self.prefix}/{INDEX_NAME}"
 
     def object_key(self, identifier: str) -> str:
         """Key of an item: ASCII, under 1,024 bytes whatever the identifier is."""

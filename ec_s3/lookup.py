@@ -1,4 +1,4 @@
-"""What a stored item says about itself, for whoever knows its identifier and not its media.
+"""What a stored item says about itself, for whoever knows its key or identifier and not its media.
 
 Reads the beginning of one object; runs on the caller's event loop, beside or without an engine.
 Decodes nothing and checks nothing that lies behind the header: whoever loads the item does.
@@ -14,6 +14,7 @@ from ec_s3.keys import KEY_VERSION, identifier_digest, parse_key
 from ec_s3.types import Expectation
 
 if TYPE_CHECKING:
+    from ec_s3.signing import Keyring
     from ec_s3.store import Store
 
 FIRST_BYTES = 16 << 10
@@ -38,17 +39,44 @@ async def find_header(store: Store, *, namespace: str, identifier: str) -> Heade
     digest = identifier_digest(identifier)
     key = f"v{KEY_VERSION}/{namespace}/{digest[:2]}/{digest}"
     parse_key(key)
-    header = None
-    for length in (FIRST_BYTES, MAX_HEAD_BYTES):
-        found = await store.get(key, into=lambda n: memoryview(bytearray(n)), length=length)
+    header = await header_at(store, key)
+    if header is not None:
+        header.check(identifier=identifier, namespace=namespace, expect=Expectation())
+    return header
+
+
+async def header_at(
+    store: Store,
+    key: str,
+    *,
+    etag: str | None = None,
+    max_tensor_bytes: int = MAX_TENSOR_BYTES,
+    keyring: Keyring | None = None,
+) -> Header | None:
+    """The header of the object of a key, None when there is none; not checked against the key.
+
+    Args:
+        store: the bucket.
+        key: the object's.
+        etag: the version that is meant, None for any.
+        max_tensor_bytes: items of more are refused.
+        keyring: keys of which one must have signed it, None to believe everybody.
+
+    Raises:
+        RemoteChangedError: the object has another `etag`.
+        RemoteError: the bucket cannot be read.
+        FrameError: the object is damaged, too large or not signed.
+    """
+    length = FIRST_BYTES
+    while True:
+        found = await store.get(
+            key, into=lambda n: memoryview(bytearray(n)), length=length, if_match=etag
+        )
         if found is None:
             return None
         try:
-            header = read_header(found.body, max_tensor_bytes=MAX_TENSOR_BYTES)
-            break
+            return read_header(found.body, max_tensor_bytes=max_tensor_bytes, keyring=keyring)
         except FrameTruncatedError:
-            if length == MAX_HEAD_BYTES or len(found.body) >= found.info.size:
+            if length >= min(MAX_HEAD_BYTES, found.info.size):
                 raise
-    assert header is not None  # the last attempt has returned one or raised
-    header.check(identifier=identifier, namespace=namespace, expect=Expectation())
-    return header
+            length = MAX_HEAD_BYTES

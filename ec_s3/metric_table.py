@@ -157,6 +157,18 @@ METRICS: Mapping[str, Metric] = {
             "Looks at the bucket's control document.",
             outcome=("changed", "unchanged", "absent", "malformed", "failed"),
         ),
+        _counter(
+            "index_polls",
+            "Looks at the namespace's index.",
+            outcome=("loaded", "unchanged", "absent", "refused", "failed"),
+        ),
+        _gauge("index_items", "Items of the index that is believed, 0 without one."),
+        _counter(
+            "index_answers",
+            "Items that the index called absent, so that no request was sent; and those of them "
+            "that turned out to be there when they were put.",
+            outcome=("absent", "wrong"),
+        ),
         _gauge(
             "switched_off",
             "1 while nothing is served or saved, by cause, else 0.",
@@ -168,23 +180,32 @@ METRICS: Mapping[str, Metric] = {
             "1 while the connector answers; 0 when a rank or the engine is not there or is gone, "
             "or when the connector has switched itself off.",
         ),
+        _counter(
+            "unusable_inputs",
+            "What requests brought along and could not be used: `ec_transfer_params` that are not "
+            "understood (the defaults hold), media that cannot be digested (the item stays unbound)"
+            ".",
+            what=("params", "media"),
+        ),
         _gauge("deferred_requests", "Requests that wait for a fetch."),
         _seconds(
             "deferral_seconds",
             "Time that a request was kept waiting for its items, by how that ended.",
-            outcome=("ready", "absent", "deadline", "limit", "failed", "ended"),
+            outcome=("ready", "absent", "deadline", "limit", "policy", "failed", "ended"),
         ),
         _counter(
             "given_up",
             "Fetches that a request stopped waiting for.",
-            reason=("deadline", "limit", "mismatch", "binding", "rank_gone"),
+            reason=("deadline", "limit", "policy", "mismatch", "binding", "rank_gone"),
         ),
         _seconds("encode_seconds", "Time that the encoder needed for one item that was saved."),
         _counter("saved_encoder_seconds", "Encoder time that hits replaced, where it is known."),
+        _counter("encoder_seconds", "Encoder time of the items saved, where it is known."),
+        _counter("encoder_bytes", "Tensor bytes of these items."),
         _counter(
             "errors",
             "Unexpected exceptions; each is a bug.",
-            where=("scheduler", "worker", "engine", "fetch", "upload", "control"),
+            where=("scheduler", "worker", "engine", "fetch", "upload", "control", "index"),
         ),
         _gauge(
             "info",

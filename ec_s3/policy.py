@@ -7,6 +7,7 @@ Each object belongs to one thread or event loop; the functions may be called fro
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -41,6 +42,71 @@ def should_defer(*, has_media: bool, deferred: int, max_deferred: int) -> bool:
     A request without media has nothing to fall back on, so it always waits.
     """
     return not has_media or deferred < max_deferred
+
+
+class Policy(StrEnum):
+    """Whether a request that carries its media waits for the bucket, or is encoded at once."""
+
+    LATENCY = "latency"
+    """Wait only where that is expected to save time."""
+
+    THROUGHPUT = "throughput"
+    """Wait wherever a look-up may spare an encode."""
+
+    ALWAYS = "always"
+    """The same, and never take an index's word for an absence."""
+
+    NEVER = "never"
+    """Do not wait; what comes in time for a later request is used."""
+
+    @property
+    def uses_index(self) -> bool:
+        """Whether an item that the index lacks counts as absent."""
+        return self in (Policy.LATENCY, Policy.THROUGHPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of late; None: not yet.
+
+    Attributes:
+        encode_per_byte: seconds of the encoder per byte of its output.
+        lookup: seconds until the bucket says whether it has an item.
+        fetch_per_byte: further seconds per byte of an item that it has.
+        present: share of the items asked for that it had.
+    """
+
+    encode_per_byte: float | None = None
+    lookup: float | None = None
+    fetch_per_byte: float = 0.0
+    present: float = 0.5
+
+    def gain(self, nbytes: int) -> float | None:
+        """Seconds that a request can expect to save by waiting for an item, None if unknown."""
+        if self.encode_per_byte is None or self.lookup is None:
+            return None
+        saved = (self.encode_per_byte - self.fetch_per_byte) * nbytes
+        return self.present * saved - self.lookup
+
+
+def waits(policy: Policy, measured: Measured, *, nbytes: int, waited: float) -> bool:
+    """Whether a request with media goes on waiting for an item that is on its way.
+
+    Under `latency` it waits no longer than the encoder would take: whatever the bucket does then
+    costs at most one encode. Until anything is measured it waits as under `always`.
+
+    Args:
+        policy: the operator's choice.
+        measured: of this engine and its bucket.
+        nbytes: size of the item's tensor.
+        waited: seconds so far.
+    """
+    if policy is not Policy.LATENCY:
+        return policy is not Policy.NEVER
+    gain = measured.gain(nbytes)
+    if gain is None or measured.encode_per_byte is None:
+        return True
+    return gain > 0 and waited < measured.encode_per_byte * nbytes
 
 
 class Sightings:

@@ -49,7 +49,7 @@ class EnginePort(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine answers; once False it stays so."""
+        """Whether the engine answers now."""
         ...
 
     def want(self, want: Want) -> None:

@@ -1,12 +1,121 @@
-"""What is known of a bucket's keys for a short while; pure state, the clock is passed in.
+"""What is known of a bucket's keys, for a while; pure state, clocks are passed in.
 
 Owned by the engine's loop; bounded in entries, oldest first out. A yes and a no both expire, so
 an object deleted behind our back, or written by another server, is noticed within its time.
+`Listing.lacks`, `Listing.deny` and `Presence.holds` may be called from any thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from ec_s3.index import AHEAD_SECONDS, tag_of
+from ec_s3.keys import KEY_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ec_s3.index import Index
+
+MAX_WRONG = 0.1
+"""Share of the items called absent that may turn out to be there, before an index is not believed
+any more: others write more than it is worth."""
+
+MIN_OUTCOMES = 20
+"""Uploads of such items before that share means anything."""
+
+
+class Listing:
+    """What a namespace's index says, and which items have become known to be there since.
+
+    An index is stale from its first second on. That is safe: at worst an item that is there is
+    encoded again, and the put of it finds that out.
+
+    Args:
+        wall_clock: seconds since the epoch.
+        max_entries: most items remembered beside the index.
+
+    Attributes:
+        active: whether an index is followed; without one there is nothing to remember.
+    """
+
+    def __init__(
+        self, *, wall_clock: Callable[[], float] = time.time, max_entries: int = 100_000
+    ) -> None:
+        self.active = False
+        self._wall_clock = wall_clock
+        self._max = max_entries
+        self._index: Index | None = None
+        self._folder = ""
+        self._until = 0.0
+        self._since: dict[int, float] = {}  # tags of items known to be there, and when
+        self._denied: dict[int, None] = {}  # tags of items called absent, and not put yet
+        self._right = self._wrong = 0  # puts of such: those that were absent, and the others
+
+    def load(self, index: Index, *, max_age: float) -> None:
+        """Take in another index, to be believed for `max_age` seconds from its making on."""
+        self._index = None  # nothing is answered in between
+        self._right = self._wrong = 0
+        # What was known before the listing began is in it, whatever the two clocks say.
+        old = index.made - AHEAD_SECONDS
+        while self._since and next(iter(self._since.values())) < old:
+            _trim(self._since, len(self._since) - 1)
+        self._folder = f"v{KEY_VERSION}/{index.namespace}/"
+        self._until = index.made + max_age
+        self._index = index
+
+    def drop(self) -> None:
+        """Believe no index any more, until another is loaded."""
+        self._index = None
+
+    @property
+    def items(self) -> int:
+        """Items of the index that is believed, 0 without one."""
+        index = self._index
+        return len(index) if index is not None and self._wall_clock() < self._until else 0
+
+    def lacks(self, key: str) -> bool:
+        """Whether the bucket holds no item of this key, as far as a believed index tells."""
+        index = self._index
+        if index is None or self._wall_clock() >= self._until or not key.startswith(self._folder):
+            return False
+        tag = tag_of(key.rpartition("/")[2])
+        return tag not in self._since and tag not in index
+
+    def deny(self, key: str) -> None:
+        """The item was called absent; its put will tell whether that was right. Any thread."""
+        self._denied[tag_of(key.rpartition("/")[2])] = None
+        _trim(self._denied, self._max)
+
+    def add(self, key: str) -> None:
+        """The bucket holds the item."""
+        if self.active:
+            tag = tag_of(key.rpartition("/")[2])
+            self._since.pop(tag, None)  # the dictionary is in order of time
+            self._since[tag] = self._wall_clock()
+            _trim(self._since, self._max)
+
+    def learn(self, key: str, *, existed: bool) -> bool:
+        """A put of the item has ended; whether it shows that the index was wrong.
+
+        An index that is wrong too often is dropped: look-ups cost less than encoding what others
+        have stored.
+        """
+        tag = tag_of(key.rpartition("/")[2])
+        if self._denied.pop(tag, self) is self:
+            return False
+        self._right, self._wrong = self._right + (not existed), self._wrong + existed
+        total = self._right + self._wrong
+        if total >= MIN_OUTCOMES and self._wrong > MAX_WRONG * total:
+            self.drop()
+        return existed
+
+
+def _trim(entries: dict[int, Any], most: int) -> None:
+    while len(entries) > most:
+        entries.pop(next(iter(entries)), None)
 
 
 class Presence:
@@ -16,6 +125,9 @@ class Presence:
         positive_ttl: seconds that a yes is believed.
         negative_ttl: seconds that a no is believed.
         max_entries: most keys remembered.
+
+    Attributes:
+        listing: what is known from an index.
     """
 
     def __init__(
@@ -24,6 +136,7 @@ class Presence:
         self._ttl = {True: positive_ttl, False: negative_ttl}
         self._max = max_entries
         self._known: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self.listing = Listing()
 
     def get(self, key: str, *, now: float) -> bool | None:
         """The remembered answer, None when unknown or expired."""
@@ -43,6 +156,8 @@ class Presence:
 
     def set(self, key: str, *, present: bool, now: float) -> None:
         """Remember an answer from the store or from an own write."""
+        if present:
+            self.listing.add(key)
         self._known[key] = (present, now + self._ttl[present])
         self._known.move_to_end(key)
         while len(self._known) > self._max:

@@ -16,23 +16,25 @@ import logging
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from ec_s3.errors import ClosedError, ECS3Error, RemoteError, RemoteThrottledError
+from ec_s3.direct import direct_client
+from ec_s3.errors import (
+    ClosedError,
+    ECS3Error,
+    RemoteError,
+    RemoteThrottledError,
+    RemoteUnavailableError,
+)
+from ec_s3.failures import SDK_ERRORS, map_error, place, retry_after, status_of
+from ec_s3.quiet import Quiet
 from ec_s3.store import GetResult
 from ec_s3.transfer import Download, MultipartRefusedError, object_info, upload_parts
-from ec_s3.transport import (
-    SDK_ERRORS,
-    Body,
-    Connection,
-    map_error,
-    place,
-    retry_after,
-    status_of,
-)
+from ec_s3.transport import Body, Connection
 from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 from ec_s3.url import S3Location, S3Options, check_key, is_key
 
@@ -50,7 +52,6 @@ _DELETES_AT_ONCE = 16
 _BODY_ATTEMPTS = 5
 _CONFLICT_ATTEMPTS = 5
 _CLOSE_SECONDS = 0.5
-_WARN_SECONDS = 60.0
 _UNSUPPORTED = ("NotImplemented", "InvalidArgument", "InvalidRequest")
 _DENIED_OR_ABSENT = ("AccessDenied", "Forbidden", "403", "")
 
@@ -71,7 +72,8 @@ class _Pace:
         self._resume = 0.0
 
     async def wait(self) -> None:
-        await asyncio.sleep(max(0.0, self._resume - time.monotonic()))
+        if (pause := self._resume - time.monotonic()) > 0:
+            await asyncio.sleep(pause)
 
     def slower(self, asked: float) -> None:
         self._step = min(8.0, max(0.1, 2 * self._step))
@@ -83,8 +85,8 @@ class _Pace:
 
 
 def _jitter(attempt: int) -> float:
-    """Seconds before a repeated attempt, none before the first."""
-    return random.uniform(0.5, 1.0) * 0.05 * 2**attempt if attempt else 0.0  # noqa: S311  # jitter
+    """Seconds before a repeated attempt."""
+    return random.uniform(0.5, 1.0) * 0.05 * float(2**attempt)  # noqa: S311  # jitter
 
 
 class S3Store:
@@ -98,14 +100,17 @@ class S3Store:
     def __init__(self, location: S3Location, options: S3Options | None = None) -> None:
         self._location = location
         self._options = options or S3Options()
-        self._connection = Connection(location, self._options)
+        direct = partial(direct_client, location=location, options=self._options)
+        self._connection = Connection(
+            location, self._options, wrap=direct if self._options.transport == "direct" else None
+        )
         self._calls: set[asyncio.Timeout] = set()
         self._drained: asyncio.Event | None = None
         self._closed = False
         self._pace = _Pace()
         self._conditional = True
         self._multipart = True
-        self._warned: dict[str, float] = {}
+        self._quiet = Quiet()
 
     def __repr__(self) -> str:
         return f"S3Store({str(self._location)!r})"
@@ -127,7 +132,8 @@ class S3Store:
             if length is not None and length <= 0:
                 return await self._empty_range(call, download)
             for attempt in range(_BODY_ATTEMPTS):
-                await asyncio.sleep(_jitter(attempt))
+                if attempt:
+                    await asyncio.sleep(_jitter(attempt))
                 try:
                     answer = await call.client.get_object(
                         **call.target, **download.request(), **known
@@ -283,9 +289,7 @@ class S3Store:
         return True
 
     def _warn(self, cause: str, message: str) -> None:
-        now = time.monotonic()
-        if now - self._warned.get(cause, -_WARN_SECONDS) >= _WARN_SECONDS:
-            self._warned[cause] = now
+        if self._quiet.due(cause) is not None:
             logger.warning(message, place(self._location))
 
     async def _head(self, call: _Call) -> ObjectInfo | None:
@@ -295,7 +299,11 @@ class S3Store:
             if self._absent(exc):
                 return None
             raise
-        return object_info(call.key, answer["ContentLength"], answer)
+        size = answer.get("ContentLength")
+        if size is None:
+            what = "head failed: the store does not announce the size of an object"
+            raise RemoteUnavailableError(what, operation="head", key=call.key)
+        return object_info(call.key, size, answer)
 
     async def _empty_range(self, call: _Call, download: Download) -> GetResult | None:
         """Answer a range without bytes, which HTTP cannot ask for."""

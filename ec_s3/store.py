@@ -8,7 +8,7 @@ store's own prefix, ASCII, and never the folder of another key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,6 +32,26 @@ class GetResult:
     body: memoryview
     start: int
     info: ObjectInfo
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """An `into` of `Store.get` that wants to use a body's beginning before its end is there.
+
+    A store may tell it; whoever relies on that waits for the call's return.
+    """
+
+    def __call__(self, nbytes: int) -> memoryview:
+        """The buffer; see `Store.get`."""
+        ...
+
+    def arrived(self, nbytes: int) -> int:
+        """So many bytes of the body are in the buffer, and will not change; first told 0.
+
+        Returns:
+            How many there should be when it is told again.
+        """
+        ...
 
 
 class Store(Protocol):

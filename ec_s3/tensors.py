@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ec_s3.types import DTYPE_BYTES, TensorSpec
@@ -97,14 +96,37 @@ def copy_out(
     """
     if sum(len(segment) for segment in segments) != spec.nbytes:
         raise ValueError(f"segments do not have the {spec.nbytes} bytes of {spec}")
+    if len(segments) == 1:
+        return from_bytes(segments[0], spec).to(device, copy=True)
     tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-    # NumPy's copy, unlike a memoryview's, leaves the GIL to others meanwhile.
-    target = np.frombuffer(_flat(tensor), dtype=np.uint8)
-    start = 0
+    flat, start = tensor.reshape(-1).view(torch.uint8), 0
     for segment in segments:
-        target[start : start + len(segment)] = np.frombuffer(segment, dtype=np.uint8)
+        flat[start : start + len(segment)].copy_(_uint8(segment))
         start += len(segment)
     return tensor.to(device)
+
+
+def copy_in(tensor: torch.Tensor, segments: Sequence[memoryview]) -> None:
+    """Copy the elements of a tensor on any device, row-major, into writable memory of its size.
+
+    Raises:
+        ValueError: the tensor is not a dense one, its dtype cannot be stored, or the memory has
+            another size.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"needs a dense tensor, not {tensor.layout}")
+    if len(segments) == 1:
+        from_bytes(segments[0], spec_of(tensor)).copy_(tensor.detach())
+        return
+    flat, start = _uint8(as_bytes(tensor.detach().cpu())), 0
+    for segment in segments:
+        _uint8(segment).copy_(flat[start : start + len(segment)])
+        start += len(segment)
+
+
+def _uint8(view: memoryview) -> torch.Tensor:
+    """A tensor over the bytes of a view; torch refuses an empty one."""
+    return torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0).byte()
 
 
 def _flat(tensor: torch.Tensor) -> memoryview:

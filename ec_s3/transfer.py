@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from botocore.exceptions import ClientError
 
+from ec_s3.direct import IncomingBody
 from ec_s3.errors import RemoteChangedError, RemoteUnavailableError
+from ec_s3.failures import BODY_ERRORS, SDK_ERRORS, status_of
 from ec_s3.store import GetResult
-from ec_s3.transport import BODY_ERRORS, SDK_ERRORS, Body, status_of
+from ec_s3.transport import Body
 from ec_s3.types import ObjectInfo
 
 if TYPE_CHECKING:
@@ -40,6 +42,36 @@ def object_info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
     )
 
 
+class _Incoming(Protocol):
+    """A body on its way; `close` it wherever reading stops."""
+
+    async def readinto(self, view: memoryview) -> int:
+        """Receive up to as many bytes as the view holds; 0 at the end of the body."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _SdkBody:
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    async def readinto(self, view: memoryview) -> int:
+        chunk = await self._response.content.readany()
+        if len(chunk) > view.nbytes:
+            return 0  # more than was announced
+        view[: len(chunk)] = chunk
+        return len(chunk)
+
+    def close(self) -> None:
+        self._response.close()  # no-op after a complete body: its connection is back in the pool
+
+
+def _incoming(answer: Mapping[str, Any]) -> _Incoming:
+    body: Any = answer["Body"]
+    return body if isinstance(body, IncomingBody) else _SdkBody(body.raw_stream)
+
+
 class Download:
     """One read of an object or a range of it, over as many answers as it takes.
 
@@ -59,12 +91,14 @@ class Download:
         self.failure: Exception | None = None
         self._key = key
         self._into = into
+        self._tells: Callable[[int], int] | None = getattr(into, "arrived", None)  # a `Progress`
         self._start = start
         self._length = length
         self._etag = etag
         self._info: ObjectInfo | None = None
         self._view = memoryview(b"")
         self._received = 0
+        self._stop = 0  # how far to read before `_into` is told
 
     @property
     def started(self) -> bool:
@@ -98,21 +132,26 @@ class Download:
             RemoteChangedError: the answer is about another object than the bytes before.
             RemoteUnavailableError: the answer is not the range that was asked for.
         """
-        response = answer["Body"].raw_stream
+        body = _incoming(answer)
         try:
             self._accept(answer, grant)
             self.failure = None
             while not self.complete:
-                chunk = await response.content.readany()
-                end = self._received + len(chunk)
-                if not chunk or end > self._view.nbytes:
+                # The SDK's bodies come in pieces as they are.
+                stop = self._stop if isinstance(body, IncomingBody) else self._view.nbytes
+                count = await body.readinto(self._view[self._received : stop])
+                if not count:
                     raise self._protocol("sent a body of another length than announced")
-                self._view[self._received : end] = chunk
-                self._received = end
+                self._received += count
+                self._tell()
         except BODY_ERRORS as exc:
             self.failure = exc
         finally:
-            response.close()  # no-op after a complete body: its connection is back in the pool
+            body.close()
+
+    def _tell(self) -> None:
+        if self._tells is not None and self._received >= self._stop:
+            self._stop = self._tells(self._received)
 
     def result(self) -> GetResult:
         """What the caller gets, once complete."""
@@ -138,6 +177,7 @@ class Download:
             if self._view.nbytes != count:
                 raise ValueError(f"the buffer for {self._key!r} is smaller than {count} bytes")
             self._info, self._etag = info, info.etag
+            self._stop = count if self._tells is None else self._tells(0)
             grant(count)
         elif size != self._info.size or count != self._view.nbytes - self._received:
             raise self._changed()

@@ -24,6 +24,7 @@ from ec_s3.errors import (
     RemoteTimeoutError,
 )
 from ec_s3.keys import parse_key
+from ec_s3.quiet import Quiet
 from ec_s3.types import FlushReport, PutOutcome
 from ec_s3.wire import encode
 
@@ -128,7 +129,7 @@ class UploadQueue:
         self._budget = ByteBudget(max_bytes)
         self._uploaded = 0
         self._dropped = 0
-        self._warned: set[str] = set()
+        self._quiet = Quiet(clock, once=True)
         self._workers = [asyncio.create_task(self._work()) for _ in range(workers)]
 
     def __contains__(self, key: object) -> bool:
@@ -360,7 +361,9 @@ class UploadQueue:
             self._targets.refused.forget(key)
         if not self._targets.refused.knows(key):
             self._targets.presence.set(key, present=True, now=self._clock())
-        self._warned.clear()
+        if self._targets.presence.listing.learn(key, existed=outcome is PutOutcome.EXISTS):
+            self._stats.add("index_answers", outcome="wrong")
+        self._quiet.over()
         self._uploaded += 1
         self._count(outcome.value, dropped=False)
 
@@ -374,8 +377,7 @@ class UploadQueue:
 
     def _warn(self, cause: str, message: str, detail: object) -> None:
         """Log a cause once until an upload succeeds again; errors carry no secret."""
-        if cause not in self._warned:
-            self._warned.add(cause)
+        if self._quiet.due(cause) is not None:
             logger.warning(message, detail)
 
 

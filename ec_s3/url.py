@@ -22,6 +22,7 @@ _SEGMENT = re.compile(r"[!-.0-~]+")  # printable ASCII without space and slash
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|signature|access|auth|pwd")
 _ACCESS_KEY = re.compile(r"(AKIA|ASIA)[A-Z0-9]{16}")
 _ADDRESSING = ("auto", "path", "virtual")
+_TRANSPORTS = ("sdk", "direct")
 _SSE = ("AES256", "aws:kms", "aws:kms:dsse")
 _ALIASES = {"endpoint_override": "endpoint", "use_path_style": "addressing"}
 _PARAMETERS = ("endpoint", "region", "addressing", "profile")
@@ -105,6 +106,7 @@ class S3Options:
         total_timeout: seconds for a whole call with its retries; one more such span is granted
             for each further 64 MiB of a body.
         max_connections: connections kept to the endpoint.
+        transport: `sdk`, or `direct` for the library's own HTTP client on the busiest requests.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -120,8 +122,11 @@ class S3Options:
     read_timeout: float = 10.0
     total_timeout: float = 30.0
     max_connections: int = 64
+    transport: str = "sdk"
 
     def __post_init__(self) -> None:
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(f"s3_transport: must be one of {', '.join(_TRANSPORTS)}")
         if self.sse is not None and self.sse not in _SSE:
             raise ConfigError(f"sse: must be one of {', '.join(_SSE)}")
         if self.sse_kms_key_id and not (self.sse or "").startswith("aws:kms"):

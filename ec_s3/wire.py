@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ec_s3 import __version__
-from ec_s3.compress import Buffer, Layout, compress_chunk, decompress_chunk
+from ec_s3.compress import STORE, Buffer, Layout, compress_chunk, decompress_chunk, shrinks
 from ec_s3.errors import FrameChecksumError, FrameTruncatedError
 from ec_s3.header import (
     CHUNK_BYTES,
@@ -101,12 +101,19 @@ def encode(
         raise ValueError(f"identifier is longer than {MAX_IDENTIFIER_BYTES} bytes")
     layout = Layout.SHUFFLE if spec.dtype in _SHUFFLED else Layout.PLAIN
     itemsize = DTYPE_BYTES[spec.dtype]
-    bodies = [
-        compress_chunk(runs, layout=layout, itemsize=itemsize, level=level)
-        for runs in _chunk_runs(segments)
-    ]
+    if (
+        layout is Layout.SHUFFLE
+        and spec.nbytes >= CHUNK_BYTES  # the price of less is not worth a look
+        and not shrinks(segments, itemsize=itemsize)
+    ):
+        layout, level = Layout.PLAIN, STORE
+    bodies, chunks = [], []
+    for runs in _chunk_runs(segments):
+        body = compress_chunk(runs, layout=layout, itemsize=itemsize, level=level)
+        bodies.append(body)
+        chunks.append([len(body), digest(body).hex()])  # now, while it is in the cache
     fields: dict[str, object] = {
-        **_describe(spec, layout, bodies),
+        **_describe(spec, layout, chunks),
         "created": float(created),
         "encode_seconds": meta.encode_seconds,
         "input_digest": meta.input_digest or None,
@@ -168,11 +175,11 @@ def decode(
     return header, tensor
 
 
-def _describe(spec: TensorSpec, layout: Layout, bodies: Sequence[bytes]) -> dict[str, object]:
+def _describe(spec: TensorSpec, layout: Layout, chunks: Sequence[object]) -> dict[str, object]:
     """The header fields that follow from the tensor and its chunks."""
     return {
         "chunk_bytes": CHUNK_BYTES,
-        "chunks": [[len(body), digest(body).hex()] for body in bodies],
+        "chunks": chunks,
         "dtype": spec.dtype,
         "layout": layout.value,
         "shape": list(spec.shape),

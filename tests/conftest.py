@@ -12,7 +12,11 @@ pytest.register_assert_rewrite("ec_s3.testing.conformance")
 from ec_s3.testing.moto import bucket, s3_server  # noqa: E402  # after the registration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from ec_s3.s3 import S3Store
+    from ec_s3.url import S3Location
 
 __all__ = ["bucket", "s3_server"]
 
@@ -32,3 +36,17 @@ def isolated_aws(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return folder
+
+
+@pytest.fixture(params=["sdk", "direct"])
+def open_store(request: pytest.FixtureRequest) -> Callable[..., S3Store]:
+    """Opens a store like `S3Store`; a test that uses it runs with each of the transports."""
+    from dataclasses import replace
+
+    from ec_s3.s3 import S3Store  # the SDK takes a third of a second to import
+    from ec_s3.url import S3Options
+
+    def opened(location: S3Location, options: S3Options | None = None) -> S3Store:
+        return S3Store(location, replace(options or S3Options(), transport=request.param))
+
+    return opened

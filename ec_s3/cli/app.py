@@ -247,6 +247,18 @@ def control_invalidate(
 
 
 @app.command()
+def index(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """List what a namespace holds, so that its servers need not ask for what it lacks."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli import index
+
+        return await index.index(store, out, namespace, keyring=config.keyring())
+
+    _with_store(context, run)
+
+
+@app.command()
 def demo(
     context: typer.Context,
     workdir: Annotated[Path | None, typer.Option(help="Folder for logs and pictures.")] = None,

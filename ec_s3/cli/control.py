@@ -6,6 +6,7 @@ nothing else. `announce` tells servers what `rm` is about to delete.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,6 +27,9 @@ DELETED_SECONDS = 3600.0
 
 AHEAD_SECONDS = 60.0
 """How far a clock may be ahead of this one."""
+
+_LISTED = 10_000
+_FREE = {"cache": "on", "objects count": "all", "deleted": "none"}
 
 
 async def show(store: Store, out: Output, namespace: str) -> ExitCode:
@@ -48,6 +52,34 @@ async def invalidate(store: Store, out: Output, namespace: str, before: str) -> 
     return await _change(
         store, out, namespace, lambda control: replace(control, valid_after=valid_after)
     )
+
+
+async def in_force(store: Store) -> tuple[int, dict[str, str]]:
+    """The namespaces that some of the store's first objects are of, and what restricts them.
+
+    Returns:
+        How many there are, and for those whose document restricts anything what it says.
+
+    Raises:
+        ControlError: what lies in a document's place is none.
+        RemoteError: the store failed.
+    """
+    keys: dict[str, str] = {}
+    seen = 0
+    async for info in store.list(f"v{KEY_VERSION}/"):
+        seen += 1
+        if seen > _LISTED:
+            break
+        namespace = info.key.split("/")[1]
+        with contextlib.suppress(InvalidKeyError):
+            keys.setdefault(namespace, _key(namespace))
+    found = {}
+    for namespace, key in keys.items():
+        control = await load(store, key) or Control()
+        said = {name: text for name, text in _said(control).items() if text != _FREE[name]}
+        if said:
+            found[namespace] = ", ".join(f"{name} {text}" for name, text in said.items())
+    return len(keys), found
 
 
 def parse_time(text: str) -> float:
@@ -136,11 +168,21 @@ def _report(out: Output, namespace: str, control: Control) -> None:
             }
         )
         return
-    moment = datetime.fromtimestamp(control.valid_after, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    out.line(f"cache          {'on' if control.enabled else 'switched off'}")
-    out.line(f"objects count  {f'if made since {moment}' if control.valid_after else 'all'}")
-    kept_out = "none"
+    for name, text in _said(control).items():
+        out.line(f"{name:<15}{text}")
+
+
+def _said(control: Control) -> dict[str, str]:
+    """A document as a person reads it."""
+    now = time.time()
+    said = dict(_FREE)
+    if not control.enabled:
+        said["cache"] = "switched off"
+    if control.valid_after:
+        moment = datetime.fromtimestamp(control.valid_after, UTC)
+        said["objects count"] = f"if made since {moment:%Y-%m-%d %H:%M:%S} UTC"
+    deleted = [until for until in control.deleted.values() if now < until]
     if deleted:
-        last = human_seconds(max(deleted.values()) - now)
-        kept_out = f"{counted(len(deleted), 'item')}, kept out for {last} at most"
-    out.line(f"deleted        {kept_out}")
+        last = human_seconds(max(deleted) - now)
+        said["deleted"] = f"{counted(len(deleted), 'item')}, kept out for {last} at most"
+    return said

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from ec_s3.errors import ECS3Error
 from ec_s3.testing import vllm_process
+from ec_s3.testing.model_folder import LLM_WIDTH
 from ec_s3.testing.photographs import photographs
-from ec_s3.testing.tiny_models import LLM_WIDTH, MODELS
+from ec_s3.testing.tiny_models import MODELS
 from ec_s3.testing.vllm_process import (
     PATIENT,
     VLLMProcess,

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from ec_s3.cli.control import in_force
 from ec_s3.cli.endpoint import credential_method, endpoint_url, server_time
-from ec_s3.cli.output import ExitCode, Output, human_bytes, human_seconds
+from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
 from ec_s3.complaints import SECRETS
 from ec_s3.config import ECConfig
 from ec_s3.errors import RemoteError
@@ -257,6 +258,13 @@ async def _list(probe: Probe) -> Finding:
     return Finding("ok", "allowed; the store is empty")
 
 
+async def _control(probe: Probe) -> Finding:
+    count, restricted = await in_force(probe.open_store)
+    if not restricted:
+        return Finding("ok", f"nothing is restricted in {counted(count, 'namespace')}")
+    return Finding("note", "; ".join(f"{name}: {said}" for name, said in restricted.items()))
+
+
 async def _write(probe: Probe) -> Finding:
     started = time.perf_counter()
     await probe.open_store.put(probe.key, [probe.payload])
@@ -349,6 +357,13 @@ CHECKS = (
         _list,
         "allow s3:ListBucket; serving works without it, `ls` and `verify` do not",
         ("endpoint",),
+    ),
+    Check(
+        "control",
+        _control,
+        "nothing to do if it is meant; `ec-s3 control` shows and changes it, and a control.json "
+        "that is no document can be removed with `ec-s3 rm`",
+        ("list",),
     ),
     Check(
         "write",

@@ -19,11 +19,11 @@ from ec_s3.errors import (
     FrameError,
     FrameMismatchError,
     FrameTooLargeError,
-    FrameTruncatedError,
     InvalidKeyError,
 )
-from ec_s3.header import MAX_HEAD_BYTES, read_header
+from ec_s3.header import MAX_HEAD_BYTES
 from ec_s3.keys import KEY_VERSION, identifier_digest, parse_key
+from ec_s3.lookup import header_at
 from ec_s3.wire import decode
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ec_s3.types import ObjectInfo
 
 _ROOT = f"v{KEY_VERSION}/"
-_FIRST_READ = 64 << 10
 _DELETE_BATCH = 1000
 
 
@@ -125,7 +124,15 @@ async def stat(store: Store, out: Output, target: Target, *, demands: Demands) -
     if info is None:
         return _absent(out, target)
     try:
-        header = await _header(store, info, demands)
+        header = await header_at(
+            store,
+            info.key,
+            etag=info.etag or None,
+            max_tensor_bytes=demands.max_tensor_bytes,
+            keyring=demands.keyring,
+        )
+        if header is None:  # deleted meanwhile
+            return _absent(out, target)
         _check_name(header, info)
     except FrameError as error:
         return _bad(out, info.key, error)
@@ -251,41 +258,22 @@ async def _one(store: Store, target: Target) -> ObjectInfo | None:
     return found[0] if found else None
 
 
-async def _header(store: Store, info: ObjectInfo, demands: Demands) -> Header:
-    length = _FIRST_READ
-    while True:
-        head = await _read(store, info, length=min(length, info.size))
-        try:
-            return read_header(
-                head, max_tensor_bytes=demands.max_tensor_bytes, keyring=demands.keyring
-            )
-        except FrameTruncatedError:
-            if length >= min(info.size, MAX_HEAD_BYTES):
-                raise
-            length = MAX_HEAD_BYTES
-
-
 async def _whole(store: Store, info: ObjectInfo, demands: Demands) -> tuple[Header, bytearray]:
     """The object after every check, the one of its name included."""
     limit = demands.max_tensor_bytes
     if info.size > limit + limit // 8 + MAX_HEAD_BYTES:
         raise FrameTooLargeError(f"{info.size} stored bytes; raise max_item_size to read them")
-    body = await _read(store, info, length=None)
+    result = await store.get(
+        info.key,
+        into=lambda nbytes: memoryview(bytearray(nbytes)),
+        if_match=info.etag or None,
+    )
+    body = memoryview(b"") if result is None else result.body
     header, tensor = await asyncio.to_thread(
         decode, body, max_tensor_bytes=limit, keyring=demands.keyring
     )
     _check_name(header, info)
     return header, tensor
-
-
-async def _read(store: Store, info: ObjectInfo, *, length: int | None) -> memoryview:
-    result = await store.get(
-        info.key,
-        into=lambda nbytes: memoryview(bytearray(nbytes)),
-        length=length,
-        if_match=info.etag or None,
-    )
-    return memoryview(b"") if result is None else result.body
 
 
 def _check_name(header: Header, info: ObjectInfo) -> None:

@@ -27,9 +27,12 @@ from ec_s3.connector.state import Setup
 from ec_s3.connector.widths import MODALITIES, output_widths
 from ec_s3.connector.worker import Worker
 from ec_s3.errors import ConfigError
+from ec_s3.estimates import Estimates
 from ec_s3.metrics import Stats
 from ec_s3.pages import Slab
+from ec_s3.policy import Policy, waits
 from ec_s3.port import ThreadPort
+from ec_s3.restart import RestartingPort
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,6 +68,7 @@ class SchedulerSide:
     classifier: Classifier
     holds: Holds
     publishes: bool
+    estimates: Estimates
     collected_at: float = 0.0
 
     def publish(self, features: Iterable[Any], shared: Mapping[str, str]) -> dict[str, Any] | None:
@@ -83,6 +87,7 @@ class SchedulerSide:
         self.collected_at = time.monotonic()
         counted = self.port.drain_stats()
         self.holds.uploading = uploads_work(counted, before=self.holds.uploading)
+        self.estimates.take(counted, now=self.collected_at)
         self.stats.merge(counted)
 
     def close(self) -> FlushReport:
@@ -142,22 +147,23 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
     ec = vllm_config.ec_transfer_config
     config = ECConfig.from_mapping(ec.ec_connector_extra_config)
     if not ec.is_ec_consumer:  # whoever only encodes for others has nothing to be choosy about
-        config = config.model_copy(update={"second_sight": False})
+        config = config.model_copy(update={"second_sight": False, "policy": "always"})
     namespace = namespace_of(vllm_config, config)
     _warn_shutdown(vllm_config, config)
     warn_of_local_names(vllm_config)
-    setup = _setup(vllm_config, config, namespace)
-    classifier = _classifier(vllm_config, config)
+    estimates = Estimates()
+    setup = _setup(vllm_config, config, namespace, estimates)
+    stats = Stats()
+    classifier = _classifier(vllm_config, config, stats)
     with ExitStack() as undo:
         slab = Slab.create(config.max_local_cpu_size)
         undo.callback(slab.close)
         threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
         port = _open_port(config, namespace, slab, facts_of(vllm_config))
         undo.callback(port.close, 0.0)
-        binder = Binder()
+        binder = Binder(stats)
         undo.callback(binder.close)
         holds = Holds(setup, port)
-        stats = Stats()
         reports = RankReports(setup.ranks, stats, then=holds.on_answer)
         changes = WeightChanges()
         nonce = secrets.token_hex(16)
@@ -195,6 +201,7 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
         classifier,
         holds,
         publishes=setup.producer and config.url is not None,
+        estimates=estimates,
     )
     hub.on_tick = side.tick
     return side
@@ -215,12 +222,13 @@ def _open_port(
     if config.engine == "process":
         from ec_s3.child import ProcessPort
 
-        return ProcessPort(config, namespace, slab, facts=facts)
+        return RestartingPort(lambda now: ProcessPort(config, now, slab, facts=facts), namespace)
     return ThreadPort(config, namespace, slab, facts=facts)
 
 
-def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
+def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace, estimates: Estimates) -> Setup:
     ec = vllm_config.ec_transfer_config
+    policy = Policy(config.policy)
     scheduler = vllm_config.scheduler_config
     return Setup(
         producer=bool(ec.is_ec_producer),
@@ -237,10 +245,13 @@ def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace) -> Setup:
         min_width=int(vllm_config.model_config.get_inputs_embeds_size()),
         require_binding=config.require_binding,
         replay=_replay(vllm_config),
+        patience=lambda nbytes, waited: waits(
+            policy, estimates.measured, nbytes=nbytes, waited=waited
+        ),
     )
 
 
-def _classifier(vllm_config: Any, config: ECConfig) -> Classifier:
+def _classifier(vllm_config: Any, config: ECConfig, stats: Stats) -> Classifier:
     from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
     # Resolved now: the first look-up builds a processor, which no hook may wait for.
@@ -259,7 +270,8 @@ def _classifier(vllm_config: Any, config: ECConfig) -> Classifier:
             tower_adapters=tower and not config.adapter,
             salted=config.salted_requests,
             client_names=config.persist_client_uuids,
-        )
+        ),
+        stats,
     )
 
 

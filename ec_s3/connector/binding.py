@@ -25,6 +25,9 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from ec_s3.metrics import Stats
+from ec_s3.quiet import Quiet
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -182,19 +185,16 @@ class Binder:
 
     Args:
         max_waiting: items that may wait; further ones are given no digest.
-        on_error: called, from the binder's thread, whenever an item cannot be digested. The first
-            such error is logged.
+        stats: counts what cannot be digested, as `unusable_inputs`.
     """
 
-    def __init__(
-        self, *, max_waiting: int = MAX_WAITING, on_error: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, stats: Stats | None = None, *, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
-        self._on_error = on_error
+        self._stats = stats or Stats()
         self._lock = threading.Condition()
         self._waiting: deque[tuple[Binding, Mapping[str, object]]] = deque()
         self._closed = False
-        self._failed = False
+        self._quiet = Quiet(once=True)
         self._thread = threading.Thread(target=self._run, name="ec_s3-binder", daemon=True)
         self._thread.start()
 
@@ -237,19 +237,18 @@ class Binder:
     def _digest(self, data: Mapping[str, object]) -> str:
         try:
             return digest_of(data)
-        except Exception as error:  # noqa: BLE001  the thread's border: one odd item must not end it
-            self._report("an item's inputs cannot be digested; it stays unbound", error)
+        except Exception:  # the thread's border: one odd item must not end it
+            self._stats.add("unusable_inputs", what="media")
+            if self._quiet.due("media") is not None:
+                logger.warning(
+                    "an item's inputs cannot be digested; it stays unbound", exc_info=True
+                )
             return UNKNOWN
 
     def _guarded(self, callback: Callable[[str], None], digest: str) -> None:
         try:
             callback(digest)
-        except Exception as error:  # noqa: BLE001  the same border
-            self._report("a callback of a digest failed", error)
-
-    def _report(self, message: str, error: Exception) -> None:
-        if not self._failed:
-            self._failed = True
-            logger.warning("%s", message, exc_info=error)
-        if self._on_error is not None:
-            self._on_error()
+        except Exception:  # the same border
+            self._stats.add("errors", where="scheduler")
+            if self._quiet.due("callback") is not None:
+                logger.exception("a callback of a digest failed")

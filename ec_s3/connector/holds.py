@@ -55,6 +55,8 @@ class Holds:
 
     Attributes:
         uploading: whether saves are on their way to the bucket, as far as can be told.
+        woken: requests that hold something of which engine or ranks have said something new; the
+            caller takes out whom it has looked at.
     """
 
     def __init__(self, setup: Setup, port: EnginePort) -> None:
@@ -70,6 +72,7 @@ class Holds:
         self._lost: deque[int] = deque(maxlen=LOST_SAVES)
         self._next = 0
         self.uploading = True
+        self.woken: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._held) + len(self._grants) + len(self._saving) + len(self._loading)
@@ -77,6 +80,11 @@ class Holds:
     def get(self, name: str) -> Held | None:
         """The item, if anybody holds it."""
         return self._held.get(name)
+
+    def all_fetching(self, seen: Seen) -> bool:
+        """Whether the engine will say so when there is something new for the request."""
+        held = (self._held.get(name) for name in seen.holds - seen.settled)
+        return all(item is not None and item.state is State.FETCHING for item in held)
 
     def is_being_saved(self, name: str) -> bool:
         """Whether a rank may still report that it has saved the item."""
@@ -86,6 +94,11 @@ class Holds:
         """Whether a request is about to encode the item into pages that it has been granted."""
         held = self._held.get(name)
         return held is not None and (held.grant > 0 or name in self._grants)
+
+    def awaits_grant(self, name: str) -> bool:
+        """Whether the engine has yet to say if there are pages to save the item into."""
+        grant = self._grants.get(name)
+        return grant is not None and grant.extents is None
 
     # -- items -----------------------------------------------------------------------------
 
@@ -219,6 +232,9 @@ class Holds:
         self._unanswered[name] += 1
 
     def _save_ended(self, name: str) -> None:
+        held = self._held.get(name)
+        if held is not None:
+            self.woken |= held.holders
         self._unanswered[name] -= 1
         if not self._unanswered[name]:
             del self._unanswered[name]
@@ -262,7 +278,9 @@ class Holds:
                 self._save_ended(name)
                 if answer.done:
                     self.forget_absence(name)
-            gone = gone or answer.kind == "gone"
+            elif answer.kind == "gone":
+                gone = True
+                self.woken.update(*(held.holders for held in self._held.values()))
         return gone
 
     def _take_events(self) -> None:
@@ -272,6 +290,8 @@ class Holds:
     def _on_event(self, event: Event) -> None:
         name = self._by_ticket.get(event.ticket)
         held = self._held.get(name) if name is not None else None
+        if held is not None:
+            self.woken |= held.holders
         if isinstance(event, Granted):
             grant = self._grants.get(name) if name is not None else None
             if grant is None or grant.ticket != event.ticket:

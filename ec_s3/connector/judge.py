@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ec_s3.connector.media import Kind
 from ec_s3.connector.state import Seen, State, Turns, Verdict
 from ec_s3.policy import should_defer
-from ec_s3.types import MissReason
+from ec_s3.types import DTYPE_BYTES, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -152,12 +152,24 @@ class Judge:
                     reason = "mismatch" if self._unfit(item, held) else "binding"
                     self._stats.add("given_up", reason=reason)
                 return "ready" if good else "absent"
+        elif not self._patient(seen, item, now) and not self._holds.is_being_saved(item.name):
+            if item.name not in seen.asked:
+                seen.asked.add(item.name)
+                self._ask_grant(seen, item)
+            if not self._holds.awaits_grant(item.name):  # the look-up goes on meanwhile
+                self._stats.add("given_up", reason="policy")
+                return "policy"
         if now >= seen.deadline - GRANT_LEAD_SECONDS:
             self._ask_grant(seen, item)
         if now < seen.deadline:
             return None
         self._stats.add("given_up", reason="deadline")
         return "deadline"
+
+    def _patient(self, seen: Seen, item: MediaItem, now: float) -> bool:
+        width = self._setup.widths.get(item.modality, self._setup.min_width)
+        nbytes = item.rows * width * DTYPE_BYTES[self._setup.dtype]
+        return self._setup.patience(nbytes, now - seen.deadline + self._setup.fetch_timeout)
 
     def _without_media(self, request_id: str, seen: Seen, item: MediaItem) -> Verdict:
         if not self._setup.consumer or seen.find(item.identifier) is None:

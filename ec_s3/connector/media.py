@@ -1,21 +1,26 @@
 """What the scheduler part needs to know of a request's media items; computed once per request.
 
-Pure functions over vLLM's request objects, duck-typed: nothing of vLLM is imported.
+Looks at vLLM's request objects, duck-typed: nothing of vLLM is imported. No I/O.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ec_s3.connector.params import Params, read_params
+from ec_s3.connector.params import STORE, Params, read_params
 from ec_s3.connector.published import hash_of, placeholder_of
 from ec_s3.keys import is_request_local, looks_like_content_hash
+from ec_s3.metrics import Stats
+from ec_s3.quiet import Quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+logger = logging.getLogger(__name__)
 
 _SALTED, _PLAIN = "\0salt\0", "\0plain\0"
 """Prefixes of names that carry a request's cache salt, and of those that a client could have
@@ -98,15 +103,24 @@ class Rules:
 
 
 class Classifier:
-    """Decides the kind of each item; one thread."""
+    """Decides the kind of each item; one thread.
 
-    def __init__(self, rules: Rules) -> None:
+    Args:
+        rules: what may be cached.
+        stats: counts requests whose `ec_transfer_params` are not understood.
+    """
+
+    def __init__(self, rules: Rules, stats: Stats | None = None) -> None:
         self._rules = rules
+        self._stats = stats or Stats()
+        self._quiet = Quiet(once=True)
 
     def items(self, request: Any) -> tuple[MediaItem, ...]:
         """The request's items, in order."""
         salt = getattr(request, "cache_salt", None)
         params = read_params(request)
+        if params.malformed:
+            self._malformed()
         adapter = self._rules.tower_adapters and getattr(request, "lora_request", None) is not None
         barred = adapter or (bool(salt) and not self._rules.salted)
         return tuple(
@@ -126,6 +140,15 @@ class Classifier:
     def placeholder(self, feature: Any) -> Mapping[str, object]:
         """What lays an item out (grid, counts), JSON-able."""
         return placeholder_of(feature, self._rules.metadata_fields(str(feature.modality)))
+
+    def _malformed(self) -> None:
+        self._stats.add("unusable_inputs", what="params")
+        if self._quiet.due() is not None:
+            logger.warning(
+                "a request's ec_transfer_params are not understood: %r wants true or false; "
+                "such requests are treated as if they had none",
+                STORE,
+            )
 
     def _item(self, feature: Any, salt: str | None, *, barred: bool, params: Params) -> MediaItem:
         position = feature.mm_position

@@ -1,22 +1,17 @@
 """What a client asks for in a request's `ec_transfer_params`.
 
-Pure but for one line in the log; runs on the scheduler's thread, once per request. The value comes
-from the client and has any shape: nothing in it is trusted, walked through or remembered, and
-nothing raises.
+Pure; runs on the scheduler's thread, once per request. The value comes from the client and has any
+shape: nothing in it is trusted, walked through or remembered, and nothing raises.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-logger = logging.getLogger(__name__)
 
 STORE = "store"
 INPUT_DIGEST = "input_digest"
@@ -59,15 +54,4 @@ def read_params(request: Any) -> Params:
     store = entries.get(STORE, True) if entries is params else None
     if type(store) is bool:
         return Params(store=store, entries=entries)
-    _warn()
     return Params(malformed=True, entries=entries)
-
-
-@cache
-def _warn() -> None:
-    """Say so once: a client could repeat it at will."""
-    logger.warning(
-        "a request's ec_transfer_params are not understood: %r wants true or false; "
-        "such requests are treated as if they had none",
-        STORE,
-    )

@@ -10,6 +10,8 @@ from ec_s3.connector.media import Kind
 from ec_s3.types import ItemMeta, MissReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ec_s3.connector.binding import Binding
     from ec_s3.connector.media import MediaItem
     from ec_s3.types import Extent, TensorSpec
@@ -73,6 +75,8 @@ class Seen:
         retry_at: when items without media may be asked for again.
         missing: the item without media that is asked for first, and alone, as it was absent.
         failed: it has been reported as unavailable.
+        naps_until: when it is looked at again, if nothing is heard of what it holds.
+        asked: items whose pages were asked for as it was about to stop waiting.
     """
 
     items: tuple[MediaItem, ...]
@@ -91,6 +95,8 @@ class Seen:
     retry_at: float = 0.0
     missing: str | None = None
     failed: bool = False
+    naps_until: float = 0.0
+    asked: set[str] = field(default_factory=set)
     _found: dict[str, MediaItem | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,6 +183,8 @@ class Setup:
         min_width: least width of an encoder output: the language model's.
         require_binding: take only what is known to be made of a request's own inputs.
         replay: most tokens of a prefix hit that vLLM may compute again.
+        patience: whether a request with media goes on waiting for an item of so many bytes that it
+            has waited for so many seconds.
     """
 
     producer: bool
@@ -191,3 +199,4 @@ class Setup:
     min_width: int = 0
     require_binding: bool = False
     replay: int = 0
+    patience: Callable[[int, float], bool] = lambda _nbytes, _waited: True

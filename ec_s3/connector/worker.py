@@ -21,6 +21,7 @@ from ec_s3.connector.asking import RESUME, SUSPEND
 from ec_s3.connector.copier import HostCopier, StreamCopier
 from ec_s3.connector.link import RankLink
 from ec_s3.connector.stopwatch import stopwatch
+from ec_s3.quiet import Quiet
 from ec_s3.tensors import spec_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Worker:
         self._preparing: Slab | None = None
         self._closed = False
         self._nonce = ""
-        self._warned = False
+        self._quiet = Quiet(once=True)
         self._pinned = False
         self._orders: dict[str, SaveOrder] = {}
         self._watch: Stopwatch | None = None
@@ -174,11 +175,10 @@ class Worker:
             return
         found = spec_of(tensor)
         if found != order.spec:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            logger.log(
-                level, "an encoder output is not saved: it is %s, expected %s", found, order.spec
-            )
+            if self._quiet.due() is not None:
+                logger.warning(
+                    "an encoder output is not saved: it is %s, expected %s", found, order.spec
+                )
             return
         del self._orders[identifier]
         done = self._done("saved", order.ticket, metadata.nonce, self._encoding(order))

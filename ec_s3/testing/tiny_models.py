@@ -11,23 +11,20 @@ with vLLM and are no dependency of ec_s3.
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ec_s3.errors import ConfigError
+from ec_s3.testing.model_folder import (
+    LLM_WIDTH,
+    llm_sizes,
+    write_json,
+    write_tokenizer,
+    write_weights,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
-
-LLM_WIDTH = 64
-"""Width of the language model, and so of an encoder output `[num_embeds, LLM_WIDTH]`."""
-
-_SEED = 20
-_GAIN = 1.5  # above 1, so that attention is sharp and answers differ between images
 
 _MEAN = [0.48145466, 0.4578275, 0.40821073]
 _STD = [0.26862954, 0.26130258, 0.27577711]
@@ -67,15 +64,19 @@ def make_llava(path: Path, *, dtype: str = "float32") -> Path:
     Raises:
         ConfigError: transformers or tokenizers is not installed.
     """
-    vocabulary = _write_tokenizer(
+    vocabulary = write_tokenizer(
         path,
         specials=_LLAVA_TOKENS,
         roles={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
         image="<image>",
     )
     # transformers 5 saves CLIP without the "vision_model." level that vLLM's loader expects.
-    _write_weights(path, _llava_config(vocabulary, dtype), level="vision_tower.vision_model.")
-    _write_json(
+    write_weights(
+        path,
+        _llava_config(vocabulary, dtype),
+        renamed=("vision_tower.", "vision_tower.vision_model."),
+    )
+    write_json(
         path / "preprocessor_config.json",
         {
             "image_processor_type": "CLIPImageProcessor",
@@ -92,7 +93,7 @@ def make_llava(path: Path, *, dtype: str = "float32") -> Path:
             "resample": 3,
         },
     )
-    _write_json(
+    write_json(
         path / "processor_config.json",
         {
             "processor_class": "LlavaProcessor",
@@ -111,16 +112,16 @@ def make_qwen2_vl(path: Path, *, dtype: str = "float32") -> Path:
     Raises:
         ConfigError: transformers or tokenizers is not installed.
     """
-    vocabulary = _write_tokenizer(
+    vocabulary = write_tokenizer(
         path,
         specials=_QWEN_TOKENS,
         roles={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         image="<|vision_start|><|image_pad|><|vision_end|>",
         video="<|vision_start|><|video_pad|><|vision_end|>",
     )
-    _write_weights(path, _qwen2_vl_config(vocabulary, dtype))
+    write_weights(path, _qwen2_vl_config(vocabulary, dtype))
     cell = (_QWEN_PATCH * _QWEN_MERGE) ** 2
-    _write_json(
+    write_json(
         path / "preprocessor_config.json",
         {
             "processor_class": "Qwen2VLProcessor",
@@ -164,7 +165,7 @@ def _llava_config(vocabulary: Mapping[str, int], dtype: str) -> dict[str, object
             "pad_token_id": vocabulary["<pad>"],
             "head_dim": LLM_WIDTH // 2,
             "tie_word_embeddings": False,
-            **_llm_sizes(positions=2048),
+            **llm_sizes(positions=2048),
         },
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -197,7 +198,7 @@ def _qwen2_vl_config(vocabulary: Mapping[str, int], dtype: str) -> dict[str, obj
         "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
         "use_sliding_window": False,
         "tie_word_embeddings": False,
-        **_llm_sizes(positions=4096),
+        **llm_sizes(positions=4096),
         "vision_config": {
             "model_type": "qwen2_vl",
             "depth": 2,
@@ -213,105 +214,3 @@ def _qwen2_vl_config(vocabulary: Mapping[str, int], dtype: str) -> dict[str, obj
             "temporal_patch_size": 2,
         },
     }
-
-
-def _llm_sizes(*, positions: int) -> dict[str, object]:
-    return {
-        "hidden_size": LLM_WIDTH,
-        "intermediate_size": 2 * LLM_WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-    }
-
-
-def _write_tokenizer(
-    path: Path, *, specials: Sequence[str], roles: Mapping[str, str], image: str, video: str = ""
-) -> Mapping[str, int]:
-    """Write a byte-level tokenizer without merges; returns its vocabulary."""
-    tokenizers, transformers = _import("tokenizers"), _import("transformers")
-    path.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in specials]
-    )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=2048,
-        additional_special_tokens=list(specials),
-        **roles,
-    )
-    fast.chat_template = _chat_template(image, video or image)
-    fast.save_pretrained(str(path))
-    return vocabulary
-
-
-def _write_weights(path: Path, config: Mapping[str, object], *, level: str = "") -> None:
-    """Write the configuration and matching weights; `level` is a nesting that names must have."""
-    import torch
-    from safetensors.torch import save_file
-
-    transformers = _import("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    _write_json(path / "config.json", config)
-    hf_config = transformers.AutoConfig.from_pretrained(str(path))
-    model = transformers.AutoModelForImageTextToText.from_config(hf_config)
-    model.save_pretrained(str(path))  # for the names: those of a published checkpoint
-    tensors = {}
-    generator = torch.Generator().manual_seed(_SEED)
-    for name, shape in sorted(_saved_shapes(path).items()):
-        outer = level.partition(".")[0] + "."
-        if level and name.startswith(outer) and not name.startswith(level):
-            name = level + name.removeprefix(outer)
-        tensors[name] = _draw(name, shape, generator).to(getattr(torch, str(config["dtype"])))
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    _write_json(path / "config.json", config)
-
-
-def _saved_shapes(path: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    with safe_open(str(path / "model.safetensors"), framework="pt") as file:
-        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # a safetensors file is no dict and not iterable
-
-
-def _draw(name: str, shape: list[int], generator: Any) -> Any:
-    """Weights that keep the size of activations: norms 1, biases 0, matrices by fan-in."""
-    import torch
-
-    if len(shape) < 2:
-        return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
-    fan_in = 1 if "embed_tokens" in name else math.prod(shape[1:])
-    return torch.randn(shape, generator=generator) * (_GAIN / math.sqrt(fan_in))
-
-
-def _import(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"tiny models need {name} ({error}), which comes with vLLM: run `make setup`"
-        ) from error
-
-
-def _chat_template(image: str, video: str) -> str:
-    """A template that puts `image` where a message has an image part, and `video` for a video."""
-    return (
-        "{% for message in messages %}{{ message['role'] }}: "
-        "{% if message['content'] is string %}{{ message['content'] }}"
-        "{% else %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}"
-        "{% elif part['type'] == 'video' %}" + video + "{% else %}" + image + "{% endif %}"
-        "{% endfor %}{% endif %}\n{% endfor %}assistant:"
-    )
-
-
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

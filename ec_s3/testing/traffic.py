@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from ec_s3.errors import InvalidKeyError
-from ec_s3.keys import CONTROL_NAME, parse_key
+from ec_s3.keys import CONTROL_NAME, INDEX_NAME, parse_key
 from ec_s3.testing.moto import S3Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+_POLLED = (f"/{CONTROL_NAME}", f"/{INDEX_NAME}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +85,14 @@ class RecordedServer(S3Server):
     def served(self, prefix: str = "") -> list[Served]:
         """Requests so far for keys that start so, in order of their answers.
 
-        Looks at control documents are left out: they come now and then, whatever a test does.
+        Looks at control documents and indexes are left out: they come now and then, whatever a
+        test does.
         """
         with self._served_lock:
             return [
                 request
                 for request in self._served
-                if request.key.startswith(prefix) and not request.key.endswith(f"/{CONTROL_NAME}")
+                if request.key.startswith(prefix) and not request.key.endswith(_POLLED)
             ]
 
     def items(self, prefix: str) -> dict[str, int]:

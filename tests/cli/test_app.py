@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +16,12 @@ from ec_s3 import __version__
 from ec_s3.cli import demo
 from ec_s3.cli.app import app
 from ec_s3.cli.output import Output, human_bytes, human_seconds, printable
+from ec_s3.control import Control
+from ec_s3.keys import Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from ec_s3.testing.moto import S3Server
 
@@ -164,6 +168,23 @@ class TestDoctor:
         assert "failed  endpoint" in result.stdout
         assert "-> check endpoint in url" in result.stdout
         assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+    def test_what_the_control_document_says_is_shown(self, tmp_path: Path) -> None:
+        url = f"file://{tmp_path}"
+        space = Namespace(model="m")
+        path = tmp_path / space.control_key
+        path.parent.mkdir(parents=True)
+        document = Control(enabled=False, deleted={"5a" * 32: time.time() + 100}, valid_after=1.0)
+        path.write_bytes(document.pack())
+        _, checks = findings("--url", url)
+        assert checks["control"]["status"] == "note"
+        name = space.prefix.removeprefix("v1/")
+        for said in (name, "switched off", "1970-01-01", "1 item", "ec-s3 control"):
+            assert said in checks["control"]["detail"] + checks["control"]["remedy"]
+        path.write_bytes(Control(deleted={"5a" * 32: 1.0}).pack())
+        assert findings("--url", url)[1]["control"]["status"] == "ok"
+        path.write_bytes(b"{}")
+        assert findings("--url", url, code=1)[1]["control"]["status"] == "failed"
 
     def test_memory_only_is_no_failure(self) -> None:
         _, checks = findings()

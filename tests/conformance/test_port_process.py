@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,7 @@ from ec_s3 import child
 from ec_s3.child import ProcessPort
 from ec_s3.errors import ConfigError, ECS3Error
 from ec_s3.port import Absent, Ready, Want
+from ec_s3.restart import RestartingPort
 from ec_s3.testing.port_conformance import (
     NAMESPACE,
     SPEC,
@@ -32,6 +34,9 @@ from ec_s3.testing.port_conformance import (
 )
 from ec_s3.testing.weight_conformance import WeightTests
 from ec_s3.types import ItemMeta, MissReason
+
+if TYPE_CHECKING:
+    from ec_s3.pages import Slab
 
 PARENT = """
 import os, sys, time
@@ -140,6 +145,52 @@ def test_child_that_is_killed_leaves_the_leases_and_answers_no_more(
         assert not port.close(60.0).complete, "nobody knows what was uploaded"
         assert time.monotonic() - started < 20.0
         assert "the encoder cache is off" in caplog.text
+
+
+def open_restarting(url: str, slab: Slab) -> RestartingPort:
+    return RestartingPort(
+        lambda namespace: ProcessPort(config(url), namespace, slab), NAMESPACE, first_pause=0.0
+    )
+
+
+class TestRestartingPort(PortTests, WeightTests):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_port(cls) -> OpenPort:
+        return lambda config, slab: RestartingPort(
+            lambda namespace: ProcessPort(config, namespace, slab), NAMESPACE
+        )
+
+
+def test_child_that_is_killed_is_started_again_once_its_leases_have_ended(tmp_path: Path) -> None:
+    with make_slab() as slab:
+        port = open_restarting(f"file://{tmp_path}/bucket", slab)
+        body = save(port, slab, "a")
+        ready = want(port, "a")
+        assert isinstance(ready, Ready)
+        until(lambda: objects(tmp_path), "the item was not uploaded")
+        killed = children()
+        os.kill(killed.pop(), signal.SIGKILL)
+        until(lambda: not port.alive, "its end was not noticed")
+        time.sleep(0.3)
+        assert not port.alive, "another engine would take the leased pages for free"
+        assert read(slab, ready.extents, SPEC) == body
+        release(port, ready)
+        until(lambda: port.alive, "no other engine was started")
+        again = want(port, "a")
+        assert isinstance(again, Ready), "from the bucket: the dead engine's index is gone"
+        assert read(slab, again.extents, SPEC) == body
+        release(port, again)
+        assert port.close(5.0).complete
+        assert not children()
+
+
+def children() -> set[int]:
+    """Engines that this process has started and that run."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        int(pid) for pid in listed if b"ec_s3.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 def test_child_that_is_asked_to_end_flushes_first(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ec_s3.connector.assembly import SchedulerSide, build_scheduler
 from ec_s3.connector.link import Answer
 from ec_s3.connector.media import Classifier, Rules
 from ec_s3.errors import ConfigError
+from ec_s3.metrics import Stats
 from ec_s3.pages import Slab
 from ec_s3.testing.fake_port import FakePort
 
@@ -245,7 +246,7 @@ def test_adapters_on_the_encoder_are_warned_about_unless_their_content_is_named(
     monkeypatch.setattr(utils, "PlaceholderMetadataResolver", Resolver)
     lora = SimpleNamespace(enable_tower_connector_lora=True)
     classifier = assembly._classifier(
-        SimpleNamespace(model_config=None, lora_config=lora), ECConfig(adapter=adapter)
+        SimpleNamespace(model_config=None, lora_config=lora), ECConfig(adapter=adapter), Stats()
     )
     assert classifier._rules.metadata_fields("vision_chunk") == {"vision_chunk_grid"}
     assert ("adapter" in caplog.text) is warned

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_s3.connector.binding import Binder, Binding, digest_of
+from ec_s3.metrics import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -284,14 +285,14 @@ class TestBinder:
     def test_an_item_that_cannot_be_digested_is_unknown_counted_and_logged_once(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        errors: list[None] = []
-        binder = Binder(on_error=lambda: errors.append(None))
+        stats = Stats()
+        binder = Binder(stats)
         with caplog.at_level(logging.WARNING):
             assert result(binder.bind(Broken(a=1))) == ""
             assert result(binder.bind(item(a=object()))) == ""
             assert result(binder.bind(item(a=1))) == digest_of(item(a=1))
         binder.close()
-        assert len(errors) == 2
+        assert stats.snapshot()["unusable_inputs_media"] == 2
         assert [record.message for record in caplog.records] == [
             "an item's inputs cannot be digested; it stays unbound"
         ]

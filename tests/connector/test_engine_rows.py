@@ -116,8 +116,12 @@ def test_consumer_gets_what_its_producer_uploads_a_moment_later(
         assert consumer.loaded == ["a"]
     with SmallEngine(role="consumer", url=url, metadata_timeout=0.3) as consumer:
         consumer.serve(prompt("2", "nobody's", media=False), prompt("3", "a", media=False))
-        assert consumer.failed == ["2"]
-        assert consumer.loaded == ["a"]
+        assert consumer.failed[:1] == ["2"]
+        for turn in range(4, 100):
+            if consumer.loaded:  # a busy machine may need more than one request's time
+                break
+            consumer.serve(prompt(str(turn), "a", media=False))
+        assert set(consumer.loaded) == {"a"}
         assert consumer.stats["misses_absent"] >= 1
 
 
@@ -258,9 +262,14 @@ def test_starting_and_stopping_leaves_nothing_behind(url: str) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for i in range(10):
         cycle(f"i{i}")
-    ours = [t for t in set(threading.enumerate()) - threads if t.name.startswith("ec_s3")]
-    assert [thread.name for thread in ours] == []
-    assert len(os.listdir("/proc/self/fd")) <= files
+
+    def ours() -> list[str]:
+        started = set(threading.enumerate()) - threads
+        return [thread.name for thread in started if thread.name.startswith("ec_s3")]
+
+    # They are told to end, not waited for; and the server ends its side of connections later.
+    until(lambda: not ours(), "the end of every thread")
+    until(lambda: len(os.listdir("/proc/self/fd")) <= files, "the end of every connection")
 
 
 def test_four_ranks_share_one_memory_and_upload_once(url: str, objects: Bucket) -> None:

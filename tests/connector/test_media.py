@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_play import Feature, Position, Request, feature
 
 from ec_s3.connector.media import Classifier, Kind, MediaItem, Rules, bind
+from ec_s3.metrics import Stats
 
 
 def classify(item: Feature, *, tower: bool = False, adapter: object = None) -> MediaItem:
@@ -88,3 +90,17 @@ def test_name_made_to_look_salted_is_not_the_salted_item() -> None:
     secret = bind("a", "tenant")
     assert bind(secret, None) != secret
     assert bind("a", None) == "a"
+
+
+def test_params_that_are_not_understood_are_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stats = Stats()
+    classifier = Classifier(Rules(metadata_fields=lambda _: set()), stats)
+    values: list[object] = [[], "secret-of-a-client", {"store": 1}, {"store": False}, None]
+    with caplog.at_level(logging.WARNING, "ec_s3"):
+        for value in values:
+            classifier.items(Request("r", [feature()], ec_transfer_params=value))
+    assert stats.snapshot()["unusable_inputs_params"] == 3
+    assert len(caplog.records) == 1
+    assert "secret-of-a-client" not in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ec_s3.connector import params
 from ec_s3.connector.params import Params, read_params
 
 _junk = st.recursive(
@@ -103,16 +101,6 @@ def test_digest_that_is_none_binds_to_nothing(entry: Any) -> None:
 @given(_junk, st.text())
 def test_no_value_makes_a_digest_raise(value: Any, name: str) -> None:
     assert isinstance(read_params(request(value)).digest(name), str)
-
-
-def test_malformed_params_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    params._warn.cache_clear()
-    with caplog.at_level(logging.WARNING, "ec_s3"):
-        read_params(request([]))
-        read_params(request("secret-of-a-client"))
-        read_params(request({"store": 1}))
-    assert len(caplog.records) == 1
-    assert "secret-of-a-client" not in caplog.text
 
 
 def test_params_are_read_without_looking_at_the_rest() -> None:

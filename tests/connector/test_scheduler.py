@@ -6,7 +6,7 @@ import pytest
 from vllm_play import Output, Play, feature, spec
 
 from ec_s3.connector.link import Answer
-from ec_s3.connector.scheduler import MIRROR_ITEMS
+from ec_s3.connector.scheduler import MIRROR_ITEMS, NAP_SECONDS
 from ec_s3.types import MissReason
 
 
@@ -18,6 +18,23 @@ def test_unknown_item_is_fetched_and_its_request_waits() -> None:
     assert not play.scheduler.has("a")
     assert not play.scheduler.ensure(request, 0)
     assert len(play.port.history) == 1
+
+
+def test_request_that_waits_is_looked_at_again_when_something_happens_or_a_nap_later() -> None:
+    play = Play()
+    request, other = play.request(feature()), play.request(feature("b"), name="other")
+    assert not play.scheduler.ensure(request, 0)
+    play.hub.ready = False
+    assert not play.scheduler.ensure(request, 0), "nothing has been said yet"
+    assert play.scheduler.ensure(other, 0)
+    play.now += NAP_SECONDS
+    assert play.scheduler.ensure(request, 0)
+
+    play.hub.ready = True
+    asleep = play.request(feature("c"), name="asleep")
+    assert not play.scheduler.ensure(asleep, 0)
+    play.port.absent(next(t for t, want in play.port.wants.items() if want.identifier == "c"))
+    assert play.scheduler.ensure(asleep, 0)
 
 
 def test_item_in_host_memory_never_defers() -> None:

@@ -26,9 +26,10 @@ SECONDS = 60.0
 
 STILL = {
     *("breaker_open", "corrupt_objects", "repaired_objects", "errors", "given_up", "switched_off"),
-    *("local_evictions", "rejected_puts", "pinned"),
+    *("local_evictions", "rejected_puts", "pinned", "unusable_inputs"),
+    *("index_items", "index_answers"),
 }
-"""Metrics that stay at zero where nothing goes wrong and nothing is full."""
+"""Metrics that stay at zero where nothing goes wrong, nothing is full and there is no index."""
 
 PASSING = {"deferred_requests", "upload_queue_items", "upload_queue_bytes"}
 """Gauges that were not zero for a moment, which the page may have caught."""

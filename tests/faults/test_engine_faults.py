@@ -512,11 +512,10 @@ def test_every_hit_matches_its_key_under_constant_eviction(tmp_path: Path) -> No
     config = disk_config(tmp_path).model_copy(update={"max_local_cpu_size": 16 * PAGE})
     wrong: list[str] = []
     hits = [0]
-    end = time.monotonic() + 3
 
     def work(engine: ECCacheEngine, seed: int) -> None:
         choice = random.Random(seed)
-        while time.monotonic() < end:
+        for _ in range(150):
             number = choice.randrange(200)
             if choice.random() < 0.4:
                 engine.put(f"k{number}", torch.full((40, 64), number, dtype=torch.bfloat16))
@@ -533,8 +532,8 @@ def test_every_hit_matches_its_key_under_constant_eviction(tmp_path: Path) -> No
             thread.start()
         for thread in threads:
             thread.join()
+        until(lambda: engine.stats()["local_bytes_leased"] == 0)  # uploads may be at work
         flat = engine.stats()
-        assert flat["local_bytes_leased"] == 0
         assert flat["errors_fetch"] == flat["errors_upload"] == 0
         assert flat["local_evictions_clean"] + flat["local_evictions_dirty"] > 0
     assert wrong == []

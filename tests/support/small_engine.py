@@ -80,7 +80,8 @@ class SmallEngine:
         self, *, role: str = "both", ranks: int = 1, width: int = WIDTH, **settings: Any
     ) -> None:
         self._width = width
-        extra = {"max_local_cpu_size": 64 * PAGE, "flush_timeout": 20, **settings}
+        patient = {"flush_timeout": 20, "fetch_timeout": 20}  # a busy machine's bucket is slow
+        extra = {"max_local_cpu_size": 64 * PAGE, **patient, **settings}
         config = _vllm_config(role, ranks, {"image": width}, extra)
         self.side = build_scheduler(config)
         self.scheduler = self.side.scheduler
@@ -255,12 +256,13 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(
             assembly,
             "_classifier",
-            lambda _, config: Classifier(
+            lambda _, config, stats: Classifier(
                 Rules(
                     metadata_fields=lambda _: {"image_grid_thw"},
                     client_names=config.persist_client_uuids,
                     salted=config.salted_requests,
-                )
+                ),
+                stats,
             ),
         )
         yield

@@ -126,3 +126,29 @@ def test_closing_is_idempotent_and_leaves_nothing(ends: Ends) -> None:
         other.close()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+def test_what_has_come_is_taken_without_waiting_whole_messages_only(ends: Ends) -> None:
+    one, other = ends
+    assert other.receive_ready() == []
+    for number in range(3):
+        one.send({"number": number, "text": BIG if number == 2 else ""})
+    other.wait_ready(10.0)
+    taken: list[Any] = []
+    while len(taken) < 3:
+        taken += other.receive_ready()
+        other.wait_ready(0.1)
+    assert [message["number"] for message in taken] == [0, 1, 2]
+    assert taken[2]["text"] == BIG
+    assert not other.ended
+
+
+def test_messages_before_the_end_are_taken_and_then_the_end_is_known(ends: Ends) -> None:
+    ends[0].send({"last": 1})
+    ends[0].close()
+    ends[1].wait_ready(10.0)
+    assert ends[1].receive_ready() == [{"last": 1}]
+    ends[1].wait_ready(10.0)
+    assert ends[1].receive_ready() == []
+    assert ends[1].ended
+    ends[1].wait_ready(10.0)  # returns at once

@@ -63,6 +63,12 @@ class TestDefaults:
         assert options.tags == {"team": "ml"}
         assert options.read_timeout == 0.25
 
+    def test_the_transport_is_one_of_two(self) -> None:
+        assert make().s3_options().transport == "sdk"
+        assert make(s3_transport="direct").s3_options().transport == "direct"
+        with pytest.raises(ConfigError, match="s3_transport"):
+            make(s3_transport="pigeon")
+
     def test_more_concurrency_than_the_usual_pool_gets_more_connections(self) -> None:
         assert make().s3_options().max_connections == 64
         assert make(max_fetches=100, max_uploads=20).s3_options().max_connections == 120

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from ec_s3 import fetch
 from ec_s3.buffers import Body, BufferPool
 from ec_s3.errors import RemoteChangedError, RemoteTimeoutError
 from ec_s3.fetch import (
@@ -22,6 +23,7 @@ from ec_s3.fetch import (
 from ec_s3.keys import Namespace
 from ec_s3.local import Lease, LocalTier
 from ec_s3.pages import PAGE_BYTES, Slab
+from ec_s3.store import GetResult, Progress
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.types import ItemMeta, MissReason, TensorSpec
 from ec_s3.wire import encode
@@ -29,7 +31,7 @@ from ec_s3.wire import encode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from ec_s3.store import GetResult
+    from ec_s3.wire import Header
 
 NAMESPACE = Namespace(model="org/model", dtype="uint8")
 CAPACITY = 40 << 20
@@ -215,6 +217,80 @@ async def test_ranges_give_their_buffers_back_as_they_are_decoded(rig: Rig) -> N
     rig.tier.clear()
     assert await rig.bytes_of("x") == data
     assert rig.pool.idle_bytes <= again + 2 * RANGE_BYTES  # the second fetch used them again
+
+
+class Slow(Recorder):
+    """Tells how far a body is, and goes on when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+        self.lengths: list[int] = []
+
+    async def get(
+        self,
+        key: str,
+        *,
+        into: Callable[[int], memoryview],
+        start: int = 0,
+        length: int | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
+    ) -> GetResult | None:
+        assert isinstance(into, Progress)
+        body = self.objects[key]
+        view = into(len(body))
+        stop = min(into.arrived(0), len(body))
+        view[:stop] = body[:stop]
+        into.arrived(stop)
+        await self.go_on.wait()
+        view[stop:] = body[stop:]
+        info = await self.head(key)
+        assert info is not None
+        self.lengths.append(len(body))
+        return GetResult(view, start, info)
+
+
+async def test_chunks_are_decoded_while_the_rest_of_a_range_is_on_its_way(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[range] = []
+    begun = threading.Event()
+
+    def watched(header: Header, chunks: range, *rest: object) -> None:
+        real(header, chunks, *rest)
+        decoded.append(chunks)
+        begun.set()
+
+    real: Callable[..., None] = fetch._decode
+    monkeypatch.setattr("ec_s3.fetch._decode", watched)
+    store, data = Slow(), noise(4 << 20)
+    rig.store = store
+    key = await rig.put("x", stored("x", data))
+    fetching = asyncio.create_task(rig.fetch("x"))
+    assert await asyncio.to_thread(begun.wait, 20)
+    assert decoded == [range(1)]
+    assert not rig.tier.contains(key), "not before all of it has come"
+    store.go_on.set()
+    lease = await fetching
+    assert isinstance(lease, Lease)
+    with lease:
+        assert b"".join(lease.segments()) == data
+
+
+async def test_a_bad_object_is_read_to_its_end_before_it_is_refused(rig: Rig) -> None:
+    store = Slow()
+    rig.store = store
+    body = bytearray(stored("x", noise(4 << 20)))
+    body[100_000] ^= 1
+    await rig.put("x", bytes(body))
+    fetching = asyncio.create_task(rig.fetch("x"))
+    await asyncio.sleep(0.05)
+    assert not fetching.done()
+    store.go_on.set()
+    assert await fetching == Miss(MissReason.CORRUPT, '"1"')
+    assert store.lengths == [len(body)]
+    rig.assert_nothing_held()
 
 
 async def test_an_object_too_large_for_the_tier_comes_in_private_memory(rig: Rig) -> None:

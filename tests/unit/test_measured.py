@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ec_s3.pages import Slab
     from ec_s3.port import EnginePort
 
-_PHASES = ("queue", "first_byte", "body", "decode")
+_PHASES = ("queue", "first_byte", "body", "decode", "copy")
 _SECONDS = 20.0
 
 
@@ -75,7 +75,7 @@ class TestFetch:
         async with engine(store) as cache:
             assert await cache.get("item") is not None
             stats = cache.stats()
-        assert [stats[f"fetch_seconds_{phase}_count"] for phase in _PHASES] == [1, 1, 1, 1]
+        assert [stats[f"fetch_seconds_{phase}_count"] for phase in _PHASES] == [1, 1, 1, 1, 1]
         assert stats["download_bytes_raw"] == tensor.nbytes
         assert stats["download_bytes_stored"] == nbytes
 
@@ -192,6 +192,17 @@ class TestWarnings:
         assert quiet.due("a") is None
         now = 2 * REPEAT_SECONDS
         assert quiet.due("b") == 0, "nothing was left out"
+
+    def test_a_lasting_cause_is_due_once_until_all_is_well_and_never_twice_a_minute(self) -> None:
+        now = 0.0
+        quiet = Quiet(lambda: now, once=True)
+        assert [quiet.due(), quiet.due()] == [0, None]
+        quiet.over()
+        assert quiet.due() is None
+        now = REPEAT_SECONDS
+        assert [quiet.due(), quiet.due()] == [2, None]
+        now = 3 * REPEAT_SECONDS
+        assert quiet.due() is None
 
     async def test_a_failing_bucket_is_named_once_and_its_rest_begins_and_ends_in_the_log(
         self, caplog: pytest.LogCaptureFixture

@@ -1,8 +1,22 @@
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from ec_s3.policy import Breaker, Refusal, Sightings, TokenBucket, admit_upload, should_defer
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ec_s3.policy import (
+    Breaker,
+    Measured,
+    Policy,
+    Refusal,
+    Sightings,
+    TokenBucket,
+    admit_upload,
+    should_defer,
+    waits,
+)
 
 
 class TestAdmission:
@@ -138,3 +152,70 @@ class TestTokenBucket:
         bucket.take(200, now=10.0)
         assert bucket.take(1, now=5.0) == pytest.approx(1.0)
         assert bucket.take(1, now=10.0) == pytest.approx(1.01)
+
+
+_seconds = st.floats(0, 1e3)
+_per_byte = st.floats(1e-12, 1e-3)
+_measured = st.builds(
+    Measured,
+    encode_per_byte=st.none() | _per_byte,
+    lookup=st.none() | _seconds,
+    fetch_per_byte=_per_byte,
+    present=st.floats(0, 1),
+)
+_nbytes = st.integers(1, 1 << 30)
+
+
+class TestPatience:
+    @given(_measured, _nbytes, _seconds)
+    def test_only_latency_depends_on_what_was_measured(
+        self, measured: Measured, nbytes: int, waited: float
+    ) -> None:
+        def answer(policy: Policy) -> bool:
+            return waits(policy, measured, nbytes=nbytes, waited=waited)
+
+        assert answer(Policy.ALWAYS)
+        assert answer(Policy.THROUGHPUT)
+        assert not answer(Policy.NEVER)
+
+    @given(_measured, _nbytes, _seconds)
+    def test_latency_waits_until_encoding_and_looking_up_have_been_measured(
+        self, measured: Measured, nbytes: int, waited: float
+    ) -> None:
+        if measured.encode_per_byte is None or measured.lookup is None:
+            assert measured.gain(nbytes) is None
+            assert waits(Policy.LATENCY, measured, nbytes=nbytes, waited=waited)
+
+    @given(_measured, _nbytes, _seconds, _seconds)
+    def test_who_has_stopped_waiting_does_not_begin_again(
+        self, measured: Measured, nbytes: int, waited: float, more: float
+    ) -> None:
+        before = waits(Policy.LATENCY, measured, nbytes=nbytes, waited=waited)
+        after = waits(Policy.LATENCY, measured, nbytes=nbytes, waited=waited + more)
+        assert before or not after
+
+    @given(_measured, _nbytes, st.floats(0, 1))
+    def test_the_likelier_an_item_is_there_the_sooner_it_is_waited_for(
+        self, measured: Measured, nbytes: int, more: float
+    ) -> None:
+        likelier = replace(measured, present=min(1.0, measured.present + more))
+        if waits(Policy.LATENCY, measured, nbytes=nbytes, waited=0.0):
+            assert waits(Policy.LATENCY, likelier, nbytes=nbytes, waited=0.0)
+
+    @given(_measured, _nbytes)
+    def test_it_never_waits_for_what_encoding_beats_even_where_it_is_there(
+        self, measured: Measured, nbytes: int
+    ) -> None:
+        if measured.encode_per_byte is None or measured.lookup is None:
+            return
+        fetch = measured.lookup + measured.fetch_per_byte * nbytes
+        if measured.encode_per_byte * nbytes < fetch * (1 - 1e-9):
+            assert not waits(Policy.LATENCY, measured, nbytes=nbytes, waited=0.0)
+
+    def test_no_wait_is_longer_than_an_encode(self) -> None:
+        measured = Measured(encode_per_byte=1e-7, lookup=0.02, present=1.0)
+        assert waits(Policy.LATENCY, measured, nbytes=1_000_000, waited=0.099)
+        assert not waits(Policy.LATENCY, measured, nbytes=1_000_000, waited=0.101)
+
+    def test_only_those_that_weigh_up_use_an_index(self) -> None:
+        assert [p for p in Policy if p.uses_index] == [Policy.LATENCY, Policy.THROUGHPUT]

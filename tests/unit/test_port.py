@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ec_s3.errors import ConfigError, RemoteDeniedError
-from ec_s3.keys import CONTROL_NAME
+from ec_s3.keys import CONTROL_NAME, INDEX_NAME
 from ec_s3.port import UNKNOWN, Absent, Ready, ThreadPort, Want
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.testing.port_conformance import (
@@ -45,7 +45,7 @@ class Gated(MemoryStore):
         self.cancelled = threading.Event()
 
     async def _enter(self, verb: str, *keys: str) -> None:
-        if any(key.endswith(CONTROL_NAME) for key in keys):
+        if any(key.endswith((CONTROL_NAME, INDEX_NAME)) for key in keys):
             return
         self.entered.set()
         try:

@@ -26,6 +26,7 @@ from ec_s3.manifest import Manifest
 from ec_s3.metrics import Stats
 from ec_s3.pages import PAGE_BYTES, Slab
 from ec_s3.presence import Presence, Refused
+from ec_s3.quiet import REPEAT_SECONDS
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.types import FlushReport, ItemMeta, PutOutcome, TensorSpec
 from ec_s3.uploads import HEAD_ABOVE, Upload, UploadQueue, UploadTargets
@@ -380,6 +381,7 @@ async def test_denial_is_not_retried_and_said_once(
     ]
     rig.offer("good")
     await rig.queue.drain(10)
+    rig.now += REPEAT_SECONDS
     rig.bucket.script = [denied]
     rig.offer("again")
     await rig.queue.drain(10)

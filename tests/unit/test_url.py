@@ -146,6 +146,7 @@ def test_keys_that_could_leave_the_prefix_are_none() -> None:
         ({"total_timeout": 0}, "total_timeout"),
         ({"read_timeout": float("nan")}, "read_timeout"),
         ({"max_connections": -1}, "max_connections"),
+        ({"transport": "carrier pigeon"}, "s3_transport"),
     ],
 )
 def test_unusable_options_are_named(options: dict[str, object], named: str) -> None:

@@ -16,6 +16,7 @@ import zstandard
 
 import ec_s3
 from ec_s3 import keys
+from ec_s3.compress import Layout
 from ec_s3.errors import (
     FrameChecksumError,
     FrameMagicError,
@@ -131,6 +132,27 @@ def test_object_is_a_zstd_file_of_byte_planes() -> None:
     )
     pieces = (data[:CHUNK_BYTES], data[CHUNK_BYTES:])
     assert reader.read() == b"".join(piece[0::2] + piece[1::2] for piece in pieces)
+
+
+def test_bytes_without_any_pattern_are_stored_as_they_are() -> None:
+    data = random.Random(3).randbytes(2 * CHUNK_BYTES + 1_000)
+    view = memoryview(data)
+    pages = [view[:7], view[7 : CHUNK_BYTES + 3], view[CHUNK_BYTES + 3 :]]
+    spec = TensorSpec("bfloat16", (len(data) // 2,))
+    frame = encode(spec, pages, identifier="i", namespace="n", meta=ItemMeta(), created=1.0)
+    assert frame.header.layout is Layout.PLAIN
+    assert frame.nbytes < len(data) + 2_000
+    assert decode(body(frame), max_tensor_bytes=CAP)[1] == data
+
+
+@pytest.mark.parametrize("patterned", [0, 3])
+def test_a_part_with_a_pattern_is_enough_for_byte_planes(patterned: int) -> None:
+    parts = [random.Random(part).randbytes(CHUNK_BYTES) for part in range(4)]
+    parts[patterned] = content(CHUNK_BYTES)
+    frame = pack(b"".join(parts))
+    assert frame.header.layout is Layout.SHUFFLE
+    assert frame.nbytes < 3.7 * CHUNK_BYTES
+    assert decode(body(frame), max_tensor_bytes=CAP)[1] == b"".join(parts)
 
 
 def test_integers_are_stored_as_they_are() -> None:
