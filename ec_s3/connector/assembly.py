@@ -35,7 +35,6 @@ from ec_s3.port import ThreadPort
 from ec_s3.restart import RestartingPort
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
     from ec_s3.keys import Namespace
     from ec_s3.port import EnginePort
@@ -71,11 +70,12 @@ class SchedulerSide:
     estimates: Estimates
     collected_at: float = 0.0
 
-    def publish(self, features: Iterable[Any], shared: Mapping[str, str]) -> dict[str, Any] | None:
-        """What is told of a finished request's items, see `published`."""
-        if not self.publishes:
+    def finish(self, request: Any, *, tells: bool) -> dict[str, Any] | None:
+        """The request has ended; what is told of its items, see `published`."""
+        shared = self.scheduler.finished(request)
+        if not (shared and tells and self.publishes):
             return None
-        return published(features, shared, placeholder=self.classifier.placeholder)
+        return published(request.mm_features, shared, placeholder=self.classifier.placeholder)
 
     def tick(self) -> None:
         """Collect, now and then: vLLM may not ask for statistics at all. The hub's thread."""

@@ -171,19 +171,13 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
         side = self._side
         if side is None:
             return False, None
-        nothing: dict[str, str] = {}
-        shared = self._safely(
-            "request_finished", lambda: side.scheduler.finished(request), otherwise=nothing
+        told = self._safely(
+            "request_finished",
+            lambda: side.finish(request, tells=self._on is not None),
+            otherwise=None,
         )
         if not side.scheduler.busy:
             self._stats_at = 0.0  # there may be no further step to report in
-        if not shared or self._on is None:
-            return False, None
-        told = self._safely(
-            "request_finished",
-            lambda: side.publish(request.mm_features, shared),
-            otherwise=None,
-        )
         return False, told
 
     def take_unavailable_requests(self) -> set[str]:

@@ -271,11 +271,16 @@ def test_items_are_told_of_by_engines_that_upload(
         identifier="a", modality="image", data={"grid": SimpleNamespace(data=[1, 2])}
     )
     with closing(build_scheduler(engine(role, extra={"url": url} if url else {}))) as side:
-        assert side.publish([item], {}) is None
+        shared: dict[str, str] = {}
+        parts.patch.setattr(side.scheduler, "finished", lambda _: shared)
+        request = SimpleNamespace(mm_features=[item])
+        assert side.finish(request, tells=True) is None
+        shared["a"] = "5a" * 32
         entry = {"modality": "image", "item_indices": [0], "metadata": {"grid": [1, 2]}}
-        assert side.publish([item], {"a": "5a" * 32}) == (
+        assert side.finish(request, tells=True) == (
             {"a": {**entry, "input_digest": "5a" * 32}} if told else None
         )
+        assert side.finish(request, tells=False) is None
 
 
 def test_engine_notices_that_its_uploads_fail_whether_or_not_statistics_are_asked_for(

@@ -67,8 +67,11 @@ class Inside:
 
         self.told: list[tuple[Any, Any]] = []
 
-        def publish(features: Any, shared: Any) -> dict[str, Any]:
-            self.told.append((features, shared))
+        def finish(request: Any, *, tells: bool) -> dict[str, Any] | None:
+            shared = self.play.scheduler.finished(request)
+            if not (shared and tells):
+                return None
+            self.told.append((request.mm_features, shared))
             return {"a": {"item_indices": [0]}}
 
         def collect() -> None:
@@ -79,7 +82,7 @@ class Inside:
             port=self.play.port,
             stats=self.play.stats,
             close=close,
-            publish=publish,
+            finish=finish,
             collect=collect,
         )
         monkeypatch.setattr(shell, "build_scheduler", lambda _: side)
