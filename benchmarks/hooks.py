@@ -120,6 +120,7 @@ class Bench:
             ec_connector_extra_config={
                 "url": "s3://bench/hooks?endpoint=http://127.0.0.1:9",
                 "max_local_cpu_size": HOST_BYTES,
+                "engine": "thread",
                 **settings,
             },
         )

@@ -237,8 +237,9 @@ class ECConfig(BaseSettings):
         " own.",
     )
     engine: Literal["thread", "process"] = Field(
-        default="thread",
-        description="Run the engine on a thread of the scheduler's process or in its own process.",
+        default="process",
+        description="Run the engine in a process of its own, so that moving data never takes the"
+        " interpreter from vLLM's steps, or on a thread of the scheduler's process.",
     )
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -35,7 +35,6 @@ from ec_s3.port import ThreadPort
 from ec_s3.restart import RestartingPort
 
 if TYPE_CHECKING:
-
     from ec_s3.keys import Namespace
     from ec_s3.port import EnginePort
     from ec_s3.types import FlushReport

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 
 def engine(role: str = "ec_both", **more: Any) -> Any:
-    extra = {"max_local_cpu_size": "1MiB", "flush_timeout": 3, **more.pop("extra", {})}
+    extra = {
+        "engine": "thread",
+        "max_local_cpu_size": "1MiB",
+        "flush_timeout": 3,
+        **more.pop("extra", {}),
+    }
     return SimpleNamespace(
         ec_transfer_config=SimpleNamespace(
             is_ec_producer=role != "ec_consumer",

@@ -81,7 +81,7 @@ class SmallEngine:
     ) -> None:
         self._width = width
         patient = {"flush_timeout": 20, "fetch_timeout": 20}  # a busy machine's bucket is slow
-        extra = {"max_local_cpu_size": 64 * PAGE, **patient, **settings}
+        extra = {"engine": "thread", "max_local_cpu_size": 64 * PAGE, **patient, **settings}
         config = _vllm_config(role, ranks, {"image": width}, extra)
         self.side = build_scheduler(config)
         self.scheduler = self.side.scheduler
