@@ -1,6 +1,6 @@
 """Transports: CPU time of the client for what goes to and comes from S3.
 
-    python benchmarks/transports.py [--rounds 5] [--json build/bench/transports.json]
+    python benchmarks/transports.py [--rounds 5]
 
 Three clients take turns in one process, in every round and for every kind of request: `http.client`
 with a recycled buffer, unsigned (the floor), and ec_s3's S3 store over the SDK and over its direct
@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import json
 import os
-import platform
 import shutil
 import socket
 import statistics
@@ -32,6 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
+
+from suite.report import Report
 
 from ec_s3.s3 import S3Store
 from ec_s3.url import S3Location, S3Options
@@ -54,6 +54,7 @@ CELLS = [
 ]
 """Verb, size of the object, requests in a block."""
 
+ROUNDS = 5
 LARGE = 1 * MB
 TIMES_FLOOR = {"GET": 2.4, "PUT": 3.0}
 MICROSECONDS = {"sdk": 800.0, "direct": 100.0}
@@ -243,7 +244,7 @@ def compare(url: str, rounds: int) -> list[dict[str, Any]]:
                     taken.setdefault((verb, size, client), []).append(seconds)
     sdk.close()
     direct.close()
-    return [row(verb, size, taken) for verb, size, _ in CELLS]
+    return [entry for verb, size, _ in CELLS for entry in row(verb, size, taken)]
 
 
 def measured(client: Client, verb: str, size: int, count: int) -> tuple[float, float]:
@@ -263,67 +264,71 @@ def check(floor: Floor, verb: str, size: int, noise: memoryview, space: memoryvi
         space[:size:4096] = bytes(len(range(0, size, 4096)))
 
 
-def row(verb: str, size: int, taken: dict[Any, list[tuple[float, float]]]) -> dict[str, Any]:
-    result: dict[str, Any] = {"verb": verb, "bytes": size, "cpu_seconds": {}, "ok": True}
+def row(verb: str, size: int, taken: dict[Any, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """A row for each client: CPU seconds a GB, or microseconds a request when it is small."""
+    rows = []
     floor = statistics.median(cpu for cpu, _ in taken[verb, size, "floor"])
+    scale, unit = (1e9 / size, "CPU s/GB") if size >= LARGE else (1e6, "CPU us")
     for client in CLIENTS:
         cpus = [cpu for cpu, _ in taken[verb, size, client]]
-        cpu = statistics.median(cpus)
-        limit = TIMES_FLOOR[verb] * floor if size >= LARGE else MICROSECONDS.get(client, 1) * 1e-6
-        result["cpu_seconds"][client] = {
-            "median": cpu,
-            "range": [min(cpus), max(cpus)],
-            "times_floor": cpu / floor,
-            "wall": statistics.median(wall for _, wall in taken[verb, size, client]),
-            "ok": client == "floor" or cpu <= limit,
-        }
-        result["ok"] = result["ok"] and result["cpu_seconds"][client]["ok"]
-    return result
+        wall = statistics.median(seconds for _, seconds in taken[verb, size, client])
+        rows.append(
+            {
+                "request": f"{verb} {size / 1e6:g} MB",
+                "client": client,
+                "unit": unit,
+                "median": statistics.median(cpus) * scale,
+                "least": min(cpus) * scale,
+                "most": max(cpus) * scale,
+                "times floor": statistics.median(cpus) / floor,
+                "MB/s": size / wall / 1e6,
+            }
+        )
+    return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def report(rows: list[dict[str, Any]], server: str, rounds: int) -> Report:
+    made = Report(title="CPU time of the S3 clients", rows=rows, quick=rounds < ROUNDS)
+    made.notes.append(
+        f"One request at a time to {server}; medians of {rounds} rounds. The floor is "
+        "`http.client` with a recycled buffer, unsigned."
+    )
     for entry in rows:
-        size = entry["bytes"]
-        print(f"{entry['verb']:4} {size / 1e6:8.2f} MB")
-        for client, figures in entry["cpu_seconds"].items():
-            cpu, (low, high) = figures["median"], figures["range"]
-            scale, unit = (1e9 / size, "s/GB") if size >= LARGE else (1e6, "us")
-            digits = 3 if size >= LARGE else 0
-            print(
-                f"  {client:7} {cpu * scale:8.{digits}f} {unit:4} CPU "
-                f"({low * scale:.{digits}f}-{high * scale:.{digits}f}), "
-                f"{figures['times_floor']:5.2f} times the floor, "
-                f"{size / figures['wall'] / 1e6:7.0f} MB/s" + ("" if figures["ok"] else "   MISSED")
-            )
+        client, request = entry["client"], entry["request"]
+        if client == "floor":
+            continue
+        if entry["unit"] == "CPU us":
+            text = f"{request}, {client}: microseconds of CPU a request"
+            made.at_most(text, value=entry["median"], limit=MICROSECONDS[client])
+        else:
+            text = f"{request}, {client}: times the floor's CPU time"
+            limit = TIMES_FLOOR[request.partition(" ")[0]]
+            made.at_most(text, value=entry["times floor"], limit=limit)
+    return made
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=Path("build/bench/transports.json"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
     os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench")
     os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
+    rounds = 2 if options.quick else options.rounds
     with byte_server() as (kind, url):
-        rows = compare(url, options.rounds)
-    show(rows)
-    report = {
-        "benchmark": "transports",
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "server": kind,
-        "rounds": options.rounds,
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1))
-    return 0 if all(entry["ok"] for entry in rows) else 1
+        rows = compare(url, rounds)
+    made = report(rows, kind, rounds)
+    for entry in rows:
+        print(*(f"{v:9.3f}" if isinstance(v, float) else f"{v:12}" for v in entry.values()))
+    for target in made.targets:
+        print("met" if target.met else "MISSED", target.text, f"{target.value:.2f}", target.limit)
+    print(made.write("transports"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

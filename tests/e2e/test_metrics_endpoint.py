@@ -163,7 +163,13 @@ def test_cold_and_warm_server_tell_what_they_did(
 
     warm = bench.start(*arguments)
     loaded = bench.ask(warm)
-    after = bench.page(warm, lambda page: page.value("fetch_seconds_count", phase="copy") == 1)
+    after = bench.page(
+        warm,
+        lambda page: (
+            page.value("fetch_seconds_count", phase="copy") == 1  # of the scheduler's process
+            and page.value("hits_total", tier="remote") == 1  # of the engine's
+        ),
+    )
     assert_sound(after, bench.lab)
     if not arguments:  # with several API processes vLLM writes no interval lines
         bench.page(warm, lambda _: "From bucket=1" in warm.log.read_text())
