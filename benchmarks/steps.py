@@ -23,23 +23,21 @@ import argparse
 import gc
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from suite.report import Report
+from suite.vllm_child import START_SECONDS, ChildProcess, cores_but_for_servers, counts, transfer
 
 from ec_s3.testing.faults import Fault, FaultServer
 from ec_s3.testing.tiny_models import MODELS
 from ec_s3.testing.traffic import RecordedServer
-from ec_s3.testing.vllm_process import client_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +51,6 @@ TURNS = 10
 
 WARM_STEPS = 80
 EDGE = 224
-START_SECONDS = 300.0
 TURN_SECONDS = 60.0
 DRAIN_STEPS = 2000
 
@@ -134,16 +131,10 @@ class Child:
                 self.step()
 
     def close(self) -> dict[str, float]:
-        from prometheus_client import REGISTRY
-
+        """The end; what became of the pictures."""
         self._engine.engine_core.shutdown()
         return {
-            f"{sample.name.removeprefix('vllm:ec_s3_')} {'|'.join(labels)}".strip(): sample.value
-            for metric in REGISTRY.collect()
-            for sample in metric.samples
-            if sample.name in ("vllm:ec_s3_hits_total", "vllm:ec_s3_misses_total")
-            for labels in [[v for k, v in sample.labels.items() if k in ("tier", "reason")]]
-            if sample.value
+            k: v for k, v in counts().items() if k.startswith(("hits_total", "misses_total")) and v
         }
 
 
@@ -170,51 +161,12 @@ def child(address: str) -> None:
 # -- in the parent -----------------------------------------------------------------------------
 
 
-class Engine:
+class Engine(ChildProcess):
     """A child."""
 
-    def __init__(self, arm: str, job: dict[str, Any], folder: Path, cores: set[int]) -> None:
-        self.arm = arm
-        self._log = folder / f"{time.monotonic_ns()}.log"
-        address = str(folder / f"{time.monotonic_ns()}.sock")
-        with Listener(address, family="AF_UNIX") as listener, self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "--child", address],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=client_environment()
-                | {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                },
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
-            )
-            self._connection: Connection[Any, Any] = listener.accept()
-        self._connection.send(job)
-
-    def __enter__(self) -> Self:
-        self._answer(START_SECONDS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self, seconds: float) -> Any:
-        try:
-            if self._connection.poll(seconds):
-                return self._connection.recv()
-        except EOFError:
-            pass
-        sys.exit(f"a child failed:\n{self._log.read_text(errors='replace')[-4000:]}")
-
-    def tell(self, word: str, names: Sequence[str] = (), seconds: float = TURN_SECONDS) -> Any:
+    def do(self, word: str, names: Sequence[str] = (), seconds: float = TURN_SECONDS) -> Any:
         """Let it do something; what it answers."""
-        self._connection.send((word, names))
-        return self._answer(seconds)
+        return self.tell((word, names), seconds)
 
 
 NONE, AGAIN, THREAD, PROCESS = "no connector", "no connector, again", "thread", "process"
@@ -235,45 +187,33 @@ class Bench:
         self._folder = folder
         self._model = MODELS["qwen2-vl"].make(folder / "model", dtype="float32")
         self._known = [f"known {i}" for i in range(TURNS)]
-        self._cores = os.sched_getaffinity(0)
-        for thread in os.listdir("/proc/self/task"):  # the servers'; later threads inherit it
-            os.sched_setaffinity(int(thread), {max(self._cores)})
+        self._cores = cores_but_for_servers()
 
     def _engine(self, arm: str, url: str) -> Engine:
         job: dict[str, Any] = {"model": str(self._model), "transfer": None}
         if arm in (THREAD, PROCESS):
-            job["transfer"] = {
-                "ec_connector": "ECS3Connector",
-                "ec_connector_module_path": "ec_s3.connector",
-                "ec_role": "ec_both",
-                "ec_connector_extra_config": {
-                    "url": url,
-                    "max_local_cpu_size": "64MiB",
-                    "engine": arm,
-                    "policy": "always",
-                },
-            }
-        return Engine(arm, job, self._folder, self._cores)
+            job["transfer"] = transfer(url, engine=arm, policy="always")
+        return Engine(__file__, job, self._folder, self._cores)
 
     def fill(self, url: str) -> None:
         """Let the bucket have what is known."""
         with self._engine(THREAD, url) as engine:
-            engine.tell("fill", self._known, START_SECONDS)
-            engine.tell("close")
+            engine.do("fill", self._known, START_SECONDS)
+            engine.do("close")
 
     def round(self, number: int, url: str, arms: dict[str, Arm]) -> None:
         with ExitStack() as stack:
-            engines = [stack.enter_context(self._engine(arm, url)) for arm in arms]
-            for engine in engines:
-                engine.tell("begin", seconds=START_SECONDS)
+            engines = {arm: stack.enter_context(self._engine(arm, url)) for arm in arms}
+            for engine in engines.values():
+                engine.do("begin", seconds=START_SECONDS)
             medians: dict[str, list[float]] = {arm: [] for arm in arms}
             for turn in range(TURNS):
-                for engine in engines if turn % 2 else engines[::-1]:
-                    new = f"new {number} {turn} {engine.arm}"
-                    steps = engine.tell("turn", [new, self._known[turn]])
-                    medians[engine.arm].append(statistics.median(steps))
-                    arms[engine.arm].steps += steps
-            counts = {engine.arm: engine.tell("close") for engine in engines}
+                for arm in arms if turn % 2 else reversed(arms):
+                    pictures = [f"new {number} {turn} {arm}", self._known[turn]]
+                    steps = engines[arm].do("turn", pictures)
+                    medians[arm].append(statistics.median(steps))
+                    arms[arm].steps += steps
+            found = {arm: engine.do("close") for arm, engine in engines.items()}
         print(f"  round {number + 1}")
         for arm, turns in medians.items():
             plain = zip(medians[NONE], medians[AGAIN], strict=True)
@@ -281,7 +221,7 @@ class Bench:
             arms[arm].ratios += ratios
             print(
                 f"    {arm:<20} median step {statistics.median(turns) * 1e3:.3f} ms, "
-                f"ratio {statistics.median(ratios):.3f}  {counts[arm] or ''}",
+                f"ratio {statistics.median(ratios):.3f}  {found[arm] or ''}",
                 flush=True,
             )
 

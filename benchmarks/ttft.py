@@ -21,21 +21,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from suite.report import Report
+from suite.vllm_child import ChildProcess, cores_but_for_servers, counts, transfer
 
 from ec_s3.config import ECConfig
 from ec_s3.indexing import list_tags, write_index
@@ -61,7 +60,6 @@ LAG = 4
 
 WARM_ROUNDS = LAG + 2
 PAUSE = 0.1
-START_SECONDS = 300.0
 REQUEST_SECONDS = 30.0
 TOKENS = 4
 
@@ -126,23 +124,6 @@ class Child:
                 tokens = list(output.outputs[0].token_ids)
         return first, tokens, self.encodes - before
 
-    def counts(self) -> dict[str, float]:
-        """ec_s3's samples as vLLM last reported them, by name and label values."""
-        from prometheus_client import REGISTRY
-
-        prefix = "vllm:ec_s3_"
-        return {
-            "|".join(
-                (
-                    sample.name.removeprefix(prefix),
-                    *(v for k, v in sample.labels.items() if k not in ("engine", "model_name")),
-                )
-            ): sample.value
-            for metric in REGISTRY.collect()
-            for sample in metric.samples
-            if sample.name.startswith(prefix)
-        }
-
 
 def child(address: str) -> None:
     """Answer what the parent asks, one thing after the other."""
@@ -150,67 +131,24 @@ def child(address: str) -> None:
         engine = Child(parent.recv())
         parent.send(None)
         while (question := parent.recv()) is not None:
-            parent.send(engine.ask(*question) if question else engine.counts())
+            parent.send(engine.ask(*question) if question else counts())
 
 
 # -- in the parent -----------------------------------------------------------------------------
 
 
-class Engine:
+class Engine(ChildProcess):
     """A child."""
-
-    def __init__(self, job: dict[str, Any], folder: Path, cores: set[int]) -> None:
-        self._log = folder / f"{time.monotonic_ns()}.log"
-        address = str(folder / f"{time.monotonic_ns()}.sock")
-        with Listener(address, family="AF_UNIX") as listener, self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "--child", address],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=client_environment()
-                | {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                },
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
-            )
-            self._connection: Connection[Any, Any] = listener.accept()
-        self._connection.send(job)
-
-    def __enter__(self) -> Self:
-        self._answer(START_SECONDS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self, seconds: float) -> Any:
-        try:
-            if self._connection.poll(seconds):
-                return self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            pass
-        end = self._log.read_text(errors="replace")[-4000:]
-        sys.exit(f"a child failed, exit code {self._process.poll()}:\n{end}")
-
-    def _tell(self, question: tuple[int, ...]) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-            self._connection.send(question)
-        return self._answer(REQUEST_SECONDS)
 
     def ask(self, number: int, picture: int) -> tuple[float, list[int], int]:
         """See `Child.ask`."""
-        seconds, tokens, encodes = self._tell((number, picture))
+        seconds, tokens, encodes = self.tell((number, picture), REQUEST_SECONDS)
         return seconds, tokens, encodes
 
     def counts(self) -> dict[str, float]:
-        """See `Child.counts`."""
-        counts: dict[str, float] = self._tell(())
-        return counts
+        """See `vllm_child.counts`."""
+        found: dict[str, float] = self.tell((), REQUEST_SECONDS)
+        return found
 
 
 class Bench:
@@ -226,9 +164,7 @@ class Bench:
         self._folder = folder
         self._server, self._slow = server, slow
         self._model = MODELS["qwen2-vl"].make(folder / "model", dtype="float32")
-        self._cores = os.sched_getaffinity(0)
-        for thread in os.listdir("/proc/self/task"):  # the servers'; later threads inherit it
-            os.sched_setaffinity(int(thread), {max(self._cores)})
+        self._cores = cores_but_for_servers()
         self._numbers, self._pictures = itertools.count(), itertools.count()
         self._wrong = 0
         self.seconds: dict[str, list[float]] = {}
@@ -239,14 +175,8 @@ class Bench:
         job: dict[str, Any] = {"model": str(self._model), "transfer": None}
         if settings:
             url = self._server.location("ttft", endpoint=self._slow.url)
-            extra = {"url": url, "max_local_cpu_size": "64MiB", **settings}
-            job["transfer"] = {
-                "ec_connector": "ECS3Connector",
-                "ec_connector_module_path": "ec_s3.connector",
-                "ec_role": "ec_both",
-                "ec_connector_extra_config": extra,
-            }
-        return Engine(job, self._folder, self._cores)
+            job["transfer"] = transfer(url, **settings)
+        return Engine(__file__, job, self._folder, self._cores)
 
     def run(self, rounds: int) -> None:
         with ExitStack() as stack:
