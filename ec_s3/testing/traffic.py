@@ -7,6 +7,7 @@ answer has been produced.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -76,7 +77,16 @@ class RecordedServer(S3Server):
 
         self._wsgi.app = recorded
         self.create_bucket(self.bucket)
+        self._miss()
         return self
+
+    def _miss(self) -> None:
+        """Ask for nothing: moto's first error takes a second, in which it answers nobody."""
+        client = self.client()
+        with contextlib.closing(client), contextlib.suppress(client.exceptions.NoSuchKey):
+            client.get_object(Bucket=self.bucket, Key="none")
+        with self._served_lock:
+            self._served.clear()
 
     def location(self, prefix: str, *, endpoint: str = "") -> str:
         """URL of a prefix for `ECConfig.url`, optionally through a proxy's endpoint."""
