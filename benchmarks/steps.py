@@ -1,6 +1,6 @@
 """Steps: what ec_s3 costs requests that have nothing to do with it, while its bucket is slow.
 
-    python benchmarks/steps.py [--rounds 3]
+    python benchmarks/steps.py [--rounds 4]
 
 Real vLLM on the CPU, scheduler and worker in one process, so that ec_s3's threads share their
 interpreter with every step: the layout in which they could hurt most. 96 text requests decode;

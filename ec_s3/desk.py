@@ -217,10 +217,11 @@ class Desk:
                 await self._probe(want, since)
                 return
             reader = self._cache.reader
-            key = since.namespace.object_key(want.identifier)
-            if self._disk and self._is_unlisted(want, key):
-                # A remembered absence ends behind the disk, and whoever asks afresh forgets it.
-                reader.tiers.presence.set(key, present=False, now=time.monotonic())
+            if self._disk:
+                key = since.namespace.object_key(want.identifier)
+                if self._is_unlisted(want, key):
+                    # A remembered absence ends behind the disk; whoever asks afresh forgets it.
+                    reader.tiers.presence.set(key, present=False, now=time.monotonic())
             item = await reader.acquire(
                 want.identifier,
                 timeout=self._cache.config.metadata_timeout,
