@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  typer reads the annotations at run time
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ec_s3 import __version__
-from ec_s3.cli.output import ExitCode, Output
-from ec_s3.errors import ConfigError, ECS3Error, InvalidKeyError, RemoteError
+from ec_s3.cli import control, index
+from ec_s3.cli.invocation import (
+    IdentifierOption,
+    Invocation,
+    NamespaceOption,
+    TargetArgument,
+    finish,
+    with_store,
+)
+from ec_s3.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from ec_s3.config import ECConfig
     from ec_s3.store import Store
 
@@ -33,33 +38,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-control = typer.Typer(
-    help="Tell the running servers of a namespace what holds from now on.", no_args_is_help=True
-)
-app.add_typer(control, name="control")
-
-NamespaceArgument = Annotated[
-    str, typer.Argument(metavar="NAMESPACE", help="As `ls` shows it, with or without its dtype.")
-]
-TargetArgument = Annotated[
-    str, typer.Argument(metavar="KEY", help="Object key, or the beginning of keys.")
-]
-IdentifierOption = Annotated[
-    str | None, typer.Option("--identifier", help="The item's identifier, in place of a key.")
-]
-NamespaceOption = Annotated[
-    str | None,
-    typer.Option("--namespace", help="Where the identifier belongs, as `ls` shows it."),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Invocation:
-    """What the global options said."""
-
-    arguments: dict[str, Any]
-    output: Output
+app.add_typer(control.commands, name="control")
+app.add_typer(index.commands)
 
 
 def _version(wanted: bool) -> None:
@@ -97,7 +77,7 @@ def doctor(context: typer.Context) -> None:
 
         return asyncio.run(examine(config, out))
 
-    _finish(context, run)
+    finish(context, run)
 
 
 @app.command()
@@ -112,7 +92,7 @@ def ls(
 
         return await objects.ls(store, out, prefix=prefix)
 
-    _with_store(context, run)
+    with_store(context, run)
 
 
 @app.command()
@@ -131,7 +111,7 @@ def stat(
         demands = objects.Demands(config.max_item_size, config.keyring())
         return await objects.stat(store, out, target, demands=demands)
 
-    _with_store(context, run)
+    with_store(context, run)
 
 
 @app.command()
@@ -153,7 +133,7 @@ def get(
         demands = objects.Demands(config.max_item_size, config.keyring())
         return await objects.get(store, out, target, path=output, force=force, demands=demands)
 
-    _with_store(context, run)
+    with_store(context, run)
 
 
 @app.command()
@@ -172,7 +152,7 @@ def verify(
         demands = objects.Demands(config.max_item_size, config.keyring())
         return await objects.verify(store, out, target, demands=demands)
 
-    _with_store(context, run)
+    with_store(context, run)
 
 
 @app.command()
@@ -191,71 +171,7 @@ def rm(
         target = objects.Target(key, identifier, namespace)
         return await objects.rm(store, out, target, yes=yes)
 
-    _with_store(context, run)
-
-
-@control.command("show")
-def control_show(context: typer.Context, namespace: NamespaceArgument) -> None:
-    """Say what holds for the servers of a namespace."""
-
-    async def run(store: Store, out: Output, _config: ECConfig) -> int:
-        from ec_s3.cli import control
-
-        return await control.show(store, out, namespace)
-
-    _with_store(context, run)
-
-
-@control.command("disable")
-def control_disable(context: typer.Context, namespace: NamespaceArgument) -> None:
-    """Switch the cache off on every server of a namespace."""
-    _switch(context, namespace, enabled=False)
-
-
-@control.command("enable")
-def control_enable(context: typer.Context, namespace: NamespaceArgument) -> None:
-    """Switch the cache on again."""
-    _switch(context, namespace, enabled=True)
-
-
-def _switch(context: typer.Context, namespace: str, *, enabled: bool) -> None:
-    async def run(store: Store, out: Output, _config: ECConfig) -> int:
-        from ec_s3.cli import control
-
-        return await control.switch(store, out, namespace, enabled=enabled)
-
-    _with_store(context, run)
-
-
-@control.command("invalidate-before")
-def control_invalidate(
-    context: typer.Context,
-    namespace: NamespaceArgument,
-    time: Annotated[
-        str,
-        typer.Argument(metavar="TIME", help="`now`, 2026-01-31T12:00:00Z, or seconds; 0: none."),
-    ],
-) -> None:
-    """Let objects made before a time no longer count."""
-
-    async def run(store: Store, out: Output, _config: ECConfig) -> int:
-        from ec_s3.cli import control
-
-        return await control.invalidate(store, out, namespace, time)
-
-    _with_store(context, run)
-
-
-@app.command()
-def index(context: typer.Context, namespace: NamespaceArgument) -> None:
-    """List what a namespace holds, so that its servers need not ask for what it lacks."""
-
-    async def run(store: Store, out: Output, config: ECConfig) -> int:
-        from ec_s3.cli import index
-
-        return await index.index(store, out, namespace, keyring=config.keyring())
-
-    _with_store(context, run)
+    with_store(context, run)
 
 
 @app.command()
@@ -272,45 +188,6 @@ def demo(
     code = demonstration.run(
         workdir=workdir, model=model or [], dtype=dtype or [], json=invocation.output.json
     )
-    raise typer.Exit(code)
-
-
-def _with_store(
-    context: typer.Context, action: Callable[[Store, Output, ECConfig], Awaitable[int]]
-) -> NoReturn:
-    """Run a command on the configured store, and close the store."""
-
-    async def opened(config: ECConfig, out: Output) -> int:
-        from ec_s3.remote import open_store
-
-        store = open_store(config)
-        if store is None:
-            raise ConfigError("no store: give --url or set EC_S3_URL")
-        try:
-            return await action(store, out, config)
-        finally:
-            await store.aclose()
-
-    _finish(context, lambda config, out: asyncio.run(opened(config, out)))
-
-
-def _finish(context: typer.Context, action: Callable[[ECConfig, Output], int]) -> NoReturn:
-    """Run a command and turn what comes out of it into an exit code."""
-    invocation: Invocation = context.obj
-    out = invocation.output
-    try:
-        from ec_s3.config import ECConfig
-
-        code = action(ECConfig.from_mapping(invocation.arguments), out)
-    except RemoteError as error:
-        out.error(error)
-        code = ExitCode.REMOTE
-    except (ConfigError, InvalidKeyError, OSError) as error:
-        out.error(error)
-        code = ExitCode.USAGE
-    except ECS3Error as error:
-        out.error(error)
-        code = ExitCode.FINDING
     raise typer.Exit(code)
 
 

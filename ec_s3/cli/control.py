@@ -10,8 +10,11 @@ import contextlib
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from ec_s3.cli.invocation import NamespaceArgument, with_store
 from ec_s3.cli.output import ExitCode, Output, counted, human_seconds
 from ec_s3.control import Control, edit, load
 from ec_s3.errors import ConfigError, ECS3Error, InvalidKeyError
@@ -20,7 +23,12 @@ from ec_s3.keys import CONTROL_NAME, KEY_VERSION, parse_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ec_s3.config import ECConfig
     from ec_s3.store import Store
+
+commands = typer.Typer(
+    help="Tell the running servers of a namespace what holds from now on.", no_args_is_help=True
+)
 
 DELETED_SECONDS = 3600.0
 """How long a deleted item may not come back: all servers have heard of it long before."""
@@ -30,6 +38,52 @@ AHEAD_SECONDS = 60.0
 
 _LISTED = 10_000
 _FREE = {"cache": "on", "objects count": "all", "deleted": "none"}
+
+
+@commands.command("show")
+def _show(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Say what holds for the servers of a namespace."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        return await show(store, out, namespace)
+
+    with_store(context, run)
+
+
+@commands.command("disable")
+def _disable(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Switch the cache off on every server of a namespace."""
+    _switch(context, namespace, enabled=False)
+
+
+@commands.command("enable")
+def _enable(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """Switch the cache on again."""
+    _switch(context, namespace, enabled=True)
+
+
+def _switch(context: typer.Context, namespace: str, *, enabled: bool) -> None:
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        return await switch(store, out, namespace, enabled=enabled)
+
+    with_store(context, run)
+
+
+@commands.command("invalidate-before")
+def _invalidate(
+    context: typer.Context,
+    namespace: NamespaceArgument,
+    time: Annotated[
+        str,
+        typer.Argument(metavar="TIME", help="`now`, 2026-01-31T12:00:00Z, or seconds; 0: none."),
+    ],
+) -> None:
+    """Let objects made before a time no longer count."""
+
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        return await invalidate(store, out, namespace, time)
+
+    with_store(context, run)
 
 
 async def show(store: Store, out: Output, namespace: str) -> ExitCode:

@@ -9,13 +9,29 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import typer
+
+from ec_s3.cli.invocation import NamespaceArgument, with_store
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
-from ec_s3.indexing import list_tags, write_index
 from ec_s3.keys import KEY_VERSION, parse_key
 
 if TYPE_CHECKING:
+    from ec_s3.config import ECConfig
     from ec_s3.signing import Keyring
     from ec_s3.store import Store
+
+
+commands = typer.Typer()
+
+
+@commands.command("index")
+def _index(context: typer.Context, namespace: NamespaceArgument) -> None:
+    """List what a namespace holds, so that its servers need not ask for what it lacks."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        return await index(store, out, namespace, keyring=config.keyring())
+
+    with_store(context, run)
 
 
 async def index(store: Store, out: Output, namespace: str, *, keyring: Keyring | None) -> ExitCode:
@@ -24,6 +40,8 @@ async def index(store: Store, out: Output, namespace: str, *, keyring: Keyring |
     Raises:
         InvalidKeyError: no namespace as `ls` shows it, with or without its dtype.
     """
+    from ec_s3.indexing import list_tags, write_index  # numpy takes longer than `--help` may
+
     name = namespace.strip("/").removeprefix(f"v{KEY_VERSION}/").partition("/")[0]
     parse_key(f"v{KEY_VERSION}/{name}/bfloat16/00/{'0' * 64}")
     made, started = time.time(), time.monotonic()
