@@ -1,13 +1,16 @@
 # ec_s3: `make demo` or `make test` on a fresh machine does all the set-up by itself.
 #
 #   make demo     a cold and a warm vLLM process on one embedded S3 bucket; "demo: OK" at the end
+#   make demo-prewarm  a catalogue is encoded ahead of time, killed half-way; "demo: OK" at the end
 #   make example-disaggregated  one server encodes, another answers, over HTTP
 #   make test     every test but the slow ones, real vLLM included
+#   make ray-test  the prewarm pipeline on a local Ray, which it installs
 #   make lint     ruff, mypy, import-linter, file length
 #   make bench    the benchmarks against peers and limits; writes docs/reference/benchmarks.md
 #   make faults   every failure x role x layout with real vLLM; writes docs/reference/fault-matrix.md
 #   make soak     real vLLM under random faults for MINUTES=20
 #   make versions  what depends on vLLM, under its other VERSIONS
+#   make terraform-check  the Terraform modules: fmt, validate, test, apply against moto, checkov
 #   make docs     the documentation     make wheel-check  the wheel in an empty environment
 #   make clean    removes what builds and tests left (not the .venv)
 #
@@ -31,7 +34,7 @@ MAX_LINES := 400
 
 export PYTHON TORCH_INDEX
 
-.PHONY: help setup demo example-disaggregated test test-fast test-e2e lint bench faults soak versions docs wheel-check clean
+.PHONY: help setup demo demo-prewarm example-disaggregated test test-fast test-e2e ray-test lint bench faults soak versions terraform-check docs wheel-check clean
 
 help:
 	@sed -n '1,/^$$/s/^#//p' "$(ROOT)/Makefile"
@@ -42,6 +45,9 @@ setup:
 demo: setup
 	@$(RUN) ec-s3 demo $(ARGS)
 
+demo-prewarm: setup
+	@$(RUN) python -m ec_s3.cli.demo_prewarm $(ARGS)
+
 example-disaggregated: setup
 	@$(RUN) python examples/disaggregated/demo.py $(ARGS)
 
@@ -51,10 +57,16 @@ test: setup
 	@$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" test-e2e
 
 test-fast: setup
-	@$(RUN) pytest -n $(JOBS) -m "not slow and not e2e and not gpu" $(ARGS)
+	@$(RUN) pytest -n $(JOBS) -m "not slow and not e2e and not gpu and not terraform" $(ARGS)
 
 test-e2e: setup
 	@$(RUN) REQUIRE_VLLM=1 pytest -p no:randomly -m "e2e and not slow and not gpu" $(ARGS)
+
+# Ray is large and for few: it is installed here, not by the set-up.
+ray-test: setup
+	@$(RUN) python -c "import ray.data" 2>/dev/null || \
+	  "$(BIN)/python" -m pip -qq --disable-pip-version-check install -c requirements/constraints.txt -e ".[ray]"
+	@$(RUN) REQUIRE_RAY=1 pytest -m "slow or not slow" tests/unit/test_prewarm_ray.py $(ARGS)
 
 lint: setup
 	@$(RUN) ruff check .
@@ -65,7 +77,7 @@ lint: setup
 	  awk '$$2 != "total" && $$1 > $(MAX_LINES) { print $$2 ": " $$1 " lines, over $(MAX_LINES)"; bad = 1 } \
 	       END { exit bad }'
 
-# ARGS="--quick" for 3 minutes instead of 25; ARGS="bucket host" for some; see benchmarks/README.md.
+# ARGS="--quick" for 8 minutes instead of 35; ARGS="bucket host" for some; see benchmarks/README.md.
 bench: setup
 	@$(RUN) PYTHONPATH=benchmarks python -m suite.everything $(ARGS)
 
@@ -79,6 +91,10 @@ soak: setup
 
 versions: setup
 	@$(RUN) VENV="$(VENV)" tools/test_versions.sh $(VERSIONS)
+
+# Needs Terraform; TF_PLUGINS=dir names a folder with providers where no registry is reached.
+terraform-check: setup
+	@$(RUN) python tools/terraform_check.py
 
 docs: setup
 	@$(RUN) mkdocs build --strict $(ARGS)

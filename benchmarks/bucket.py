@@ -1,6 +1,6 @@
 """Cold gets: the tensor is in the bucket and nowhere else.
 
-    python benchmarks/bucket.py [--quick] [--activations FILE]
+    python benchmarks/bucket.py [--quick] [--activations FILE]      6 minutes; quick: 1
 
 All systems read from the same byte server and take turns. A get ends with a tensor of the
 caller's own; every tensor is compared with what was stored, outside of the measured time.
@@ -9,35 +9,29 @@ caller's own; every tensor is compared with what was stored, outside of the meas
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from suite import setup
-from suite.client import Client, Clients
-from suite.measure import Cell, digits, speedup, take_turns
-from suite.plots import bars
-from suite.report import Report
+from suite.measure import Cell
+from suite.runner import (
+    BLOCKING,
+    BUCKET,
+    LMCACHE,
+    RAW,
+    RAW_HTTP,
+    STORED,
+    TENSOR,
+    Benchmark,
+    Shelf,
+)
 from suite.server import ByteServer
 
-if TYPE_CHECKING:
-    import argparse
-
 ITEMS = 16
-CALLERS = (1, 4, 16)
 DELAYS = (0, 20)
-RAW = "raw"
+LOADS = ((0, 1), (0, 16), (20, 1), (20, 4), (20, 16))
+"""Milliseconds of delay, and callers."""
+
 BATCH = "LMCache batched_get"
-STORED, TENSOR = "raw HTTP, stored bytes", "raw HTTP, tensor bytes"
-COLUMNS = {
-    "shape": ">10",
-    "data": "<11",
-    "delay_ms": ">2",
-    "callers": ">2",
-    "system": "<24",
-    "MB/s": "8.1f",
-    "low": "8.1f",
-    "high": "8.1f",
-    "CPU_s/GB": "6.2f",
-}
 NOTES = [
     "One byte server on the loopback, in a process of its own, answers each request after 0 or "
     "20 ms. MB are of tensor bytes, whatever is on the wire; CPU seconds are the client's.",
@@ -52,6 +46,10 @@ NOTES = [
     "aiobotocore and boto3 get the tensor's plain bytes, unchecked. Raw HTTP is `http.client` "
     "into a recycled buffer: the server's limit.",
 ]
+CAUSE = (
+    "LMCache asks twice per item (HEAD, then GET), ec_s3 once: a delay alone makes the ratio 2; "
+    "what is left is CPU time, which clients and server share"
+)
 
 
 def count_of(callers: int, nbytes: int) -> int:
@@ -61,141 +59,79 @@ def count_of(callers: int, nbytes: int) -> int:
     return max(callers, 8)
 
 
-class Load:
-    """The contenders of one shape, opened, with everything stored."""
-
-    def __init__(self, clients: Clients, server: ByteServer, names: list[str]) -> None:
-        self.clients = clients
-        self.names = names
-        clients["ec_s3"].measure("durable", names, 4)
-        self.stored = clients["ec_s3"].ask(do="paths", names=names)
-        self.tensors = clients["boto3"].ask(do="paths", names=names)
-        if "LMCache" in clients.all:
-            clients["LMCache"].measure("durable", names, 4)
-            theirs = clients["LMCache"].ask(do="paths", names=names)
-            server.control(alias={self.tensors[n]: theirs[n] for n in names})
-        else:
-            clients["boto3"].measure("durable", names, 4)
-        sizes = server.control()["sizes"]
-        self.wire = sizes[self.stored[names[0]]]
-
-    def get(self, label: str, *, callers: int, count: int) -> dict[str, Any]:
-        """One round of one contender."""
-        names = self.names[:count]
-        if label in (STORED, TENSOR):
-            paths = self.stored if label == STORED else self.tensors
-            return self.clients[RAW].measure("get", [paths[n] for n in names], callers)
-        client = self.clients["LMCache" if label == BATCH else label]
-        client.ask(do="forget")
-        return client.measure("get_batch" if label == BATCH else "get", names, callers)
-
-
-def measure_shape(
-    report: Report, args: argparse.Namespace, server: ByteServer, shape: tuple[int, int], kind: str
-) -> dict[tuple[int, int, str], Cell]:
-    """All cells of one shape, by delay, callers and label."""
-    cells: dict[tuple[int, int, str], Cell] = {}
+def measure(bench: Benchmark, server: ByteServer, shape: tuple[int, int], kind: str) -> None:
     nbytes = shape[0] * shape[1] * 2
     memory = max(256 << 20, ITEMS * nbytes * 3 // 2)
-    stage = setup.Stage.set_up(shape, kind, server=server, source=args.activations, memory=memory)
-    chosen = (1, 16) if args.quick or kind == "noise" else CALLERS
+    short = bench.args.quick or kind == "noise"
     server.control(clear=True, delay=0, rate=0)
-    with stage:
-        raw = Client("raw_http", stage.settings, label=RAW)
-        lmcache = not args.no_lmcache
-        with setup.open_clients(
-            stage, without=["ec_s3_blocking"], lmcache=lmcache, also=[raw]
-        ) as clients:
-            load = Load(clients, server, [f"item-{i}" for i in range(ITEMS)])
-            everyone = [label for label in clients.all if label != RAW] + [STORED, TENSOR]
-            for delay in DELAYS:
-                for callers in chosen:
-                    server.control(delay=delay / 1e3)
-                    count = count_of(callers, nbytes)
-                    labels = everyone + ([BATCH] if callers > 1 and "LMCache" in everyone else [])
-                    answers = take_turns(
-                        labels,
-                        partial(load.get, callers=callers, count=count),
-                        rounds=3 if args.quick or callers == 4 else 5,
-                    )
-                    for label in labels:
-                        cell = Cell.of(answers[label], nbytes=count * nbytes, count=count)
-                        cells[delay, callers, label] = cell
-                        report.rows.append(row(shape, kind, delay, callers, label, cell, load.wire))
-            server.control(delay=0)
-    return cells
+    with bench.contenders(
+        BUCKET | {RAW: RAW_HTTP}, shape, kind=kind, memory=memory, server=server, without={BLOCKING}
+    ) as clients:
+        shelf = Shelf(clients, server, [f"item-{i}" for i in range(ITEMS)])
+
+        def get(label: str, *, callers: int, count: int) -> dict[str, Any]:
+            if label != BATCH:
+                return shelf.get(label, callers=callers, count=count)
+            clients[LMCACHE].ask(do="forget")
+            return clients[LMCACHE].measure("get_batch", shelf.names[:count], callers)
+
+        everyone = [label for label in clients.all if label != RAW] + [STORED, TENSOR]
+        for delay, callers in LOADS:
+            if callers == 4 and short:
+                continue
+            server.control(delay=delay / 1e3)
+            count = count_of(callers, nbytes)
+            batch = [BATCH] if callers > 1 and LMCACHE in everyone else []
+            cells = bench.cell(
+                {"shape": setup.named(shape), "data": kind, "delay ms": delay, "callers": callers},
+                everyone + batch,
+                partial(get, callers=callers, count=count),
+                count=count,
+                nbytes=nbytes,
+                judged=delay > 0 and callers != 4 and kind == "activations",
+                columns=Cell.speed_columns,
+            )
+            if delay and kind == "activations":
+                judge(bench, setup.named(shape), callers, cells, small=nbytes < 16e6)
+        server.control(delay=0)
 
 
-def row(
-    shape: tuple[int, int],
-    kind: str,
-    delay: int,
-    callers: int,
-    label: str,
-    cell: Cell,
-    wire: int,
-) -> dict[str, Any]:
-    nbytes = shape[0] * shape[1] * 2
-    stored = wire if label.startswith("ec_s3") or label == STORED else nbytes
-    rate = cell.rate
-    return {
-        "shape": setup.named(shape),
-        "data": kind,
-        "delay ms": delay,
-        "callers": callers,
-        "system": label,
-        "MB/s": rate.median,
-        "low": rate.low,
-        "high": rate.high,
-        "CPU s/GB": cell.cpu_per_gb,
-        "stored/raw": stored / nbytes,
-    }
-
-
-def judge(report: Report, shape: tuple[int, int], cells: dict[tuple[int, int, str], Cell]) -> None:
-    """The targets of the issue for one shape."""
-    if (20, 1, "LMCache") not in cells:
-        return
-    name = setup.named(shape)
-    asked = [(16, "LMCache"), (16, BATCH)]
-    if shape[0] * shape[1] * 2 < 16e6:  # the two smaller ones
-        asked.insert(0, (1, "LMCache"))
-    for callers, label in asked:
-        other = cells[20, callers, label]
-        direct = speedup(cells[20, callers, setup.DIRECT], other).median
-        report.at_least(
-            f"cold get {name}, 20 ms per request, callers: {callers}; times the MB/s of {label}",
-            value=speedup(cells[20, callers, "ec_s3"], other).median,
-            limit=2.0 if callers == 1 else 3.0,
-            note=f"{digits(direct)} with `s3_transport=direct`",
-        )
+def judge(
+    bench: Benchmark, shape: str, callers: int, cells: dict[str, Cell], *, small: bool
+) -> None:
+    """The targets of one load at 20 ms."""
+    text = f"cold get {shape}, 20 ms per request, callers: {callers}; times the MB/s of"
+    if callers == 16:
+        bench.compare(f"{text} LMCache", cells, LMCACHE, limit=3.0, cause=CAUSE)
+        bench.compare(f"{text} {BATCH}", cells, BATCH, limit=3.0, cause=CAUSE)
+    elif callers == 1 and small:
+        bench.compare(f"{text} LMCache", cells, LMCACHE, limit=2.0, cause=CAUSE)
 
 
 def main() -> None:
-    args = setup.options("Cold gets from the bucket.")
-    report = Report(title="Cold gets from the bucket", notes=list(NOTES), quick=args.quick)
-    if not args.no_lmcache:
-        setup.install_lmcache()
+    bench = Benchmark(
+        "bucket",
+        title="Cold gets from the bucket",
+        notes=NOTES,
+        description="Cold gets from the bucket.",
+        seconds=4.0,
+    )
     with ByteServer() as server:
-        for shape in setup.shapes(args):
-            cells = measure_shape(report, args, server, shape, "activations")
-            judge(report, shape, cells)
-            report.show(**COLUMNS)
-        if not args.quick:
-            measure_shape(report, args, server, (1024, 3584), "noise")
-            report.show(**COLUMNS)
-    report.write("bucket")
+        for shape in bench.shapes:
+            measure(bench, server, shape, "activations")
+        if not bench.args.quick:
+            measure(bench, server, (1024, 3584), "noise")
     for delay in DELAYS:
-        bars(
-            f"bucket-{delay}ms",
-            [r for r in report.rows if r["delay ms"] == delay and r["data"] == "activations"],
+        rows = bench.report.rows
+        bench.picture(
+            f"-{delay}ms",
+            [r for r in rows if r["delay ms"] == delay and r["data"] == "activations"],
             panels=("callers",),
             group="shape",
             value="MB/s",
-            label="MB/s of tensor bytes",
             title=f"Cold gets from the bucket, {delay} ms per request",
         )
-    report.show_targets()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Items on a disk, and in a file system in memory: gets when host memory has nothing, and puts.
+"""Items on a disk, when host memory has nothing: gets, and puts.
 
-python benchmarks/disk.py [--quick] [--activations FILE]
+python benchmarks/disk.py [--quick] [--activations FILE]      150 s; quick: 40
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -13,116 +14,94 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suite import setup
-from suite.client import Client, Clients
-from suite.measure import Cell, take_turns
-from suite.plots import bars
-from suite.report import Report, out_folder
+from suite.measure import Cell
+from suite.report import out_folder
+from suite.runner import OURS, Benchmark, Contender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LABELS = {
-    "ec_s3": "ec_s3",
-    "lmcache_ec": "LMCache",
-    "example": "ECExampleConnector",
-}
 ITEMS = 16
+PUTS = 4
+LABELS = {OURS: "ec_s3", "LMCache": "lmcache_ec", "ECExampleConnector": "example"}
 NOTES = [
-    "`disk` is the file system of the checkout, `memory` one in memory; the page cache is warm, "
-    "and nothing waits for the device, so this is the software's cost. ec_s3 reads its compressed "
-    "objects and checks every byte. LMCache reads by its storage manager, as the `get` of its "
-    "`ECCacheEngine` stops at its host tier's no. vLLM's ECExampleConnector maps a safetensors "
-    "file, and the tensor is copied out of it, as on a CPU it would otherwise be read later.",
+    "The file system is that of the checkout; the page cache is warm, and nothing waits for the "
+    "device, so this is the software's cost. ec_s3 reads its compressed objects and checks every "
+    "byte. LMCache reads by its storage manager, as the `get` of its `ECCacheEngine` stops at its "
+    "host tier's no. vLLM's ECExampleConnector maps a safetensors file, and the tensor is copied "
+    "out of it, as on a CPU it would otherwise be read later.",
     "`put` is until the bytes are with the file system.",
 ]
 
 
 @contextmanager
-def folders(where: str, systems: list[str]) -> Iterator[dict[str, str]]:
+def folders() -> Iterator[dict[str, Path]]:
     """One empty folder per system."""
-    parent = setup.memory_folder() if where == "memory" else str(out_folder())
-    root = Path(tempfile.mkdtemp(prefix="ec_s3-disk-", dir=parent))
+    root = Path(tempfile.mkdtemp(prefix="ec_s3-disk-", dir=out_folder()))
     try:
-        yield {system: str(root / system) for system in systems}
+        yield {label: root / system for label, system in LABELS.items()}
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def measure(report: Report, where: str, shape: tuple[int, int], args: Any) -> None:
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def measure(bench: Benchmark, shape: tuple[int, int]) -> None:
     nbytes = shape[0] * shape[1] * 2
-    systems = [s for s in LABELS if not (args.no_lmcache and s == "lmcache_ec")]
-    stage = setup.Stage.set_up(
-        shape, "activations", server=None, source=args.activations, memory=2 * ITEMS * nbytes
-    )
     names = [f"item-{i}" for i in range(ITEMS)]
-    puts = iter(range(1000))
-    with stage, folders(where, systems) as places:
-        opened = [
-            Client(s, stage.settings | {"folder": places[s]}, label=LABELS[s]) for s in systems
-        ]
-        with Clients(*opened) as clients:
+    turns = itertools.count()
+    with folders() as places:
+        table = {k: Contender(s, {"folder": str(places[k])}) for k, s in LABELS.items()}
+        with bench.contenders(table, shape, memory=2 * ITEMS * nbytes) as clients:
             for client in clients.all.values():
                 client.measure("durable", names, 1)
+            kept = {label: files_of(places[label]) for label in clients.all}
 
-            def run(label: str, *, what: str, callers: int) -> dict[str, Any]:
+            def run(label: str, *, what: str, callers: int, count: int) -> dict[str, Any]:
                 client = clients[label]
-                if what == "put":
-                    turn = next(puts)
-                    return client.measure("durable", [f"p{turn}-{i}" for i in range(4)], callers)
-                client.ask(do="forget")
-                return client.measure("get", names[: max(callers, 4)], callers)
+                if what == "get":
+                    client.ask(do="forget")
+                    return client.measure("get", names[:count], callers)
+                turn = next(turns)
+                answer = client.measure("durable", [f"p{turn}-{i}" for i in range(count)], callers)
+                for path in files_of(places[label]) - kept[label]:
+                    path.unlink()  # before the kernel writes it to the device
+                return answer
 
-            for what, callers in (("get", 1), ("get", 16), ("put", 1)):
-                answers = take_turns(
+            for what, callers in (("get", 1), ("get", 4), ("get", 16), ("put", 1)):
+                count = max(callers, PUTS)
+                bench.cell(
+                    {"shape": setup.named(shape), "what": what, "callers": callers},
                     list(clients.all),
-                    partial(run, what=what, callers=callers),
-                    rounds=3 if args.quick else 5,
+                    partial(run, what=what, callers=callers, count=count),
+                    count=count,
+                    nbytes=nbytes,
+                    judged=False,
+                    columns=Cell.speed_columns,
                 )
-                count = 4 if what == "put" else max(callers, 4)
-                for label, found in answers.items():
-                    cell = Cell.of(found, nbytes=count * nbytes, count=count)
-                    report.rows.append(
-                        {
-                            "where": where,
-                            "shape": setup.named(shape),
-                            "what": what,
-                            "callers": callers,
-                            "system": label,
-                            "MB/s": cell.rate.median,
-                            "low": cell.rate.low,
-                            "high": cell.rate.high,
-                            "CPU s/GB": cell.cpu_per_gb,
-                        }
-                    )
 
 
 def main() -> None:
-    args = setup.options("Gets and puts of items on a disk.")
-    report = Report(title="Disk", notes=list(NOTES), quick=args.quick)
-    if not args.no_lmcache:
-        setup.install_lmcache()
-    for where in ("memory", "disk"):
-        for shape in setup.shapes(args)[-1:] if args.quick else setup.shapes(args)[::2]:
-            measure(report, where, shape, args)
-            report.show(
-                where="<6",
-                shape=">10",
-                what="<4",
-                callers=">2",
-                **{"system": "<22", "MB/s": "8.1f", "low": "8.1f", "high": "8.1f"},
-                **{"CPU_s/GB": "6.2f"},
-            )
-    report.write("disk")
-    bars(
+    bench = Benchmark(
         "disk",
-        report.rows,
-        panels=("where", "what", "callers"),
+        title="Items on a disk",
+        notes=NOTES,
+        description="Gets and puts of items on a disk.",
+        seconds=3.0,
+    )
+    for shape in bench.shapes:
+        measure(bench, shape)
+    bench.picture(
+        "",
+        bench.report.rows,
+        panels=("what", "callers"),
         group="shape",
         value="MB/s",
-        label="MB/s of tensor bytes",
-        title="Items on a disk and in a file system in memory",
+        title="Items on a disk",
     )
-    report.show_targets()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hooks: what the scheduler part costs vLLM's scheduler, in CPU time of its thread.
 
-    python benchmarks/hooks.py [--steps 5000]
+    python benchmarks/hooks.py [--steps 5000] [--quick]      1 minute; quick: 40 s
 
 Real: the connector class as vLLM builds it from a real VllmConfig, the engine on its thread, host
 memory, the rank's socket, vLLM's request objects. Played: vLLM's scheduler, which calls the hooks
@@ -33,6 +33,7 @@ from unittest import mock
 
 from suite.report import Report
 
+from ec_s3.config import ECConfig
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.testing.model_folder import LLM_WIDTH
 from ec_s3.testing.tiny_models import LLAVA_ROWS, MODELS
@@ -426,6 +427,7 @@ def report(decoding: dict[str, Any], waiting: dict[int, dict[str, Any]]) -> Repo
             f"`max_deferred_requests` {limit}",
             value=worst,
             limit=STEP_LIMIT_MS,
+            note=f"the default is {ECConfig().max_deferred_requests}",
         )
     return made
 

@@ -1,6 +1,6 @@
 """The host tier: gets, puts and leases of items in memory.
 
-    python benchmarks/host.py [--quick] [--activations FILE]
+    python benchmarks/host.py [--quick] [--activations FILE]      3 minutes; quick: 30 s
 
 The limit is a copy in memory: into a new tensor for a get, which returns one of the caller's own,
 and into memory that is in use already for a put.
@@ -8,158 +8,141 @@ and into memory that is in use already for a put.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from suite import setup
-from suite.client import Client, Clients
-from suite.measure import Cell, digits, speedup, take_turns
-from suite.plots import bars
-from suite.report import Report
+from suite.runner import BLOCKING, OURS, Benchmark, Contender
+
+if TYPE_CHECKING:
+    from suite.client import Clients
+    from suite.measure import Cell
 
 CALLERS = (1, 4, 16)
-LABELS = {
-    "ec_s3": "ec_s3",
-    "ec_s3_blocking": "ec_s3 blocking",
-    "lmcache_ec": "LMCache ECCacheEngine",
-    "memory": "memory copy",
+LMCACHE, COPY = "LMCache ECCacheEngine", "memory copy"
+TABLE = {
+    OURS: Contender("ec_s3"),
+    BLOCKING: Contender("ec_s3_blocking"),
+    LMCACHE: Contender("lmcache_ec"),
+    COPY: Contender("memory"),
 }
-COPY = "memory copy"
-SLOTS = 40
+KEPT = 16
+SLOTS = 24
 """Items that fit: both caches evict during the puts."""
+
+PAGE = 256 << 10
 NOTES = [
-    "Items in host memory, no bucket; the cache holds 40 items and evicts. `ec_s3` is "
+    "Items in host memory, no bucket; the cache holds 24 items and evicts. `ec_s3` is "
     "`EncoderCache` with tasks, `ec_s3 blocking` is `ECCacheEngine` with threads, LMCache's is "
-    "its `ECCacheEngine` with threads. All return a tensor of the caller's own; the C "
-    "library's allocator is told to keep freed memory (up to 32 MiB at a time), so that up to that "
-    "size page faults do not count. A lease takes an "
-    "item and gives it back without a copy.",
+    "its `ECCacheEngine` with threads. All return a tensor of the caller's own; the C library's "
+    "allocator is told to keep freed memory, so that page faults do not count. A lease takes an "
+    "item and gives it back without a copy, microseconds each.",
 ]
 
 
+CAUSE = (
+    "beside the copy, ec_s3 takes 10 us of Python for a get and 20 for a put; it copies in the "
+    "calling thread, torch's copies take a thread per core where one is free"
+)
+
+
 def count_of(nbytes: int, callers: int) -> int:
-    return max(callers, 8 if nbytes > 16e6 else 16)
+    """Operations in a round: at least some milliseconds of copying, at most 16 large tensors."""
+    return max(callers, 8 if nbytes > 16e6 else min(64, int(128e6 / nbytes)))
 
 
 class Load:
     def __init__(self, clients: Clients, nbytes: int) -> None:
-        self.clients = clients
-        self.nbytes = nbytes
-        self.puts = 0
-        self.names = [f"kept-{i}" for i in range(16)]
+        self._clients = clients
+        self._nbytes = nbytes
+        self._puts = itertools.count()
+        self._kept = [f"kept-{i}" for i in range(KEPT)]
 
     def fill(self) -> None:
         """Touch all memory of every cache, by more puts than fit."""
-        for label in self.clients.all:
-            names = [f"fill-{i % 16}" if label == COPY else f"fill{i}-{i % 16}" for i in range(56)]
-            self.clients[label].measure("put", names, 1)
+        for client in self._clients.all.values():
+            for _ in range(0, 2 * SLOTS, KEPT):
+                client.measure("put", self._new(KEPT), 1)
 
     def keep(self) -> None:
-        for client in self.clients.all.values():
-            client.measure("put", self.names, 1)
+        """Put the items that are got."""
+        for client in self._clients.all.values():
+            client.measure("put", self._kept, 1)
+
+    def _new(self, count: int) -> list[str]:
+        turn = next(self._puts)
+        return [f"new{turn}.{i}-{i % KEPT}" for i in range(count)]
 
     def run(self, label: str, *, what: str, callers: int) -> dict[str, Any]:
-        count = count_of(self.nbytes, callers)
+        client = self._clients[label]
         if what == "lease":
-            return self.clients[label].measure("lease", self.names * 64, 1)
-        names = self.names[:count]
-        if what == "put":
-            self.puts += 1
-            names = [f"new{self.puts}-{i}" for i in range(count)]
-        return self.clients[label].measure(what, names, callers)
+            return client.measure("lease", self._kept * 64, 1)
+        count = count_of(self._nbytes, callers)
+        names = self._new(count) if what == "put" else (self._kept * count)[:count]
+        return client.measure(what, names, callers)
 
 
-def measure_shape(report: Report, shape: tuple[int, int], args: Any) -> None:
+def measure(bench: Benchmark, shape: tuple[int, int]) -> None:
     nbytes = shape[0] * shape[1] * 2
-    systems = [s for s in LABELS if not (args.no_lmcache and s == "lmcache_ec")]
-    # Rounded as both caches do, so that 40 items fit in both.
-    room = SLOTS * (-(-nbytes // (256 << 10)) * (256 << 10))
-    stage = setup.Stage.set_up(
-        shape, "activations", server=None, source=args.activations, memory=room
-    )
-    with stage, Clients(*(Client(s, stage.settings, label=LABELS[s]) for s in systems)) as clients:
+    # Rounded as both caches do, so that as many items fit in both.
+    with bench.contenders(TABLE, shape, memory=SLOTS * -(-nbytes // PAGE) * PAGE) as clients:
         load = Load(clients, nbytes)
         load.fill()
         for what in ("put", "get", "lease"):
             load.keep()
             for callers in CALLERS if what != "lease" else (1,):
-                labels = [k for k in clients.all if what != "lease" or k == "ec_s3 blocking"]
-                answers = take_turns(
-                    labels,
+                cells = bench.cell(
+                    {"shape": setup.named(shape), "what": what, "callers": callers},
+                    list(clients.all) if what != "lease" else [BLOCKING],
                     partial(load.run, what=what, callers=callers),
-                    rounds=5 if args.quick else 11,
+                    count=count_of(nbytes, callers) if what != "lease" else KEPT * 64,
+                    nbytes=nbytes,
+                    columns=lease_columns if what == "lease" else columns,
                 )
-                count = count_of(nbytes, callers) if what != "lease" else 16 * 64
-                cells = {
-                    k: Cell.of(a, nbytes=count * nbytes, count=count) for k, a in answers.items()
-                }
-                add_rows(report, cells, shape=shape, what=what, callers=callers)
+                judge(bench, f"{what}, {setup.named(shape)}, {callers} callers", cells, nbytes)
 
 
-def add_rows(
-    report: Report, cells: dict[str, Cell], *, shape: tuple[int, int], what: str, callers: int
-) -> None:
-    nbytes = shape[0] * shape[1] * 2
-    for label, cell in cells.items():
-        report.rows.append(
-            {
-                "shape": setup.named(shape),
-                "what": what,
-                "callers": callers,
-                "system": label,
-                "MB/s": cell.rate.median if what != "lease" else None,
-                "low": cell.rate.low if what != "lease" else None,
-                "high": cell.rate.high if what != "lease" else None,
-                "us": cell.latency_ms.median * 1e3,
-                "CPU us": cell.cpu_ms * 1e3,
-            }
-        )
-    text = f"host tier {what}, {setup.named(shape)}, {callers} callers"
-    if what == "lease":
-        value = cells["ec_s3 blocking"].latency_ms.median * 1e3
-        report.at_most(f"lease of {setup.named(shape)}, microseconds", value=value, limit=20)
+def columns(cell: Cell) -> dict[str, Any]:
+    return {**cell.speed_columns(), "us": None, "CPU us": None}
+
+
+def lease_columns(cell: Cell) -> dict[str, Any]:
+    nothing = dict.fromkeys(cell.speed_columns())
+    return {**nothing, "us": cell.latency_ms.median * 1e3, "CPU us": cell.cpu_ms * 1e3}
+
+
+def judge(bench: Benchmark, text: str, cells: dict[str, Cell], nbytes: int) -> None:
+    if COPY not in cells:
+        value = cells[BLOCKING].latency_ms.median * 1e3
+        bench.report.at_most(f"host tier {text}: microseconds", value=value, limit=20)
         return
-    ours = cells["ec_s3 blocking"]
-    if LABELS["lmcache_ec"] in cells:
-        ratio = speedup(ours, cells[LABELS["lmcache_ec"]])
-        report.at_least(
-            f"{text}: times LMCache's speed",
-            value=ratio.median,
-            limit=1.0,
-            note=f"quartiles {digits(ratio.low)} to {digits(ratio.high)}",
-        )
+    text = f"host tier {text}: times the speed of"
+    bench.compare(f"{text} LMCache", cells, LMCACHE, ours=BLOCKING, limit=1.0, cause=CAUSE)
     if nbytes >= 7e6:
-        ratio = speedup(ours, cells[COPY])
-        report.at_least(f"{text}: times the speed of a copy", value=ratio.median, limit=0.9)
+        bench.compare(f"{text} a copy", cells, COPY, ours=BLOCKING, limit=0.9, cause=CAUSE)
 
 
 def main() -> None:
-    args = setup.options("Gets, puts and leases in the host tier.")
-    report = Report(title="Host tier", notes=list(NOTES), quick=args.quick)
-    if not args.no_lmcache:
-        setup.install_lmcache()
-    for shape in setup.shapes(args):
-        measure_shape(report, shape, args)
-        report.show(
-            shape=">10",
-            what="<5",
-            callers=">2",
-            system="<22",
-            us="10.1f",
-            CPU_us="10.1f",
-        )
-    report.write("host")
+    bench = Benchmark(
+        "host",
+        title="Host tier",
+        notes=NOTES,
+        description="Gets, puts and leases in the host tier.",
+        seconds=4.0,
+    )
+    for shape in bench.shapes:
+        measure(bench, shape)
     for what in ("get", "put"):
-        bars(
-            f"host-{what}",
-            [r for r in report.rows if r["what"] == what],
+        bench.picture(
+            f"-{what}",
+            [r for r in bench.report.rows if r["what"] == what],
             panels=("callers",),
             group="shape",
             value="MB/s",
-            label="MB/s",
             title=f"Host tier: {what}",
         )
-    report.show_targets()
+    bench.end()
 
 
 if __name__ == "__main__":

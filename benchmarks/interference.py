@@ -1,6 +1,6 @@
 """Interference: what moving data at full speed costs a decode-like loop in the same process.
 
-    python benchmarks/interference.py [--quick] [--activations FILE]
+    python benchmarks/interference.py [--quick] [--activations FILE]      2 minutes; quick: 40 s
 
 A step is what an engine core does between two tokens, 3.3 ms of it: a third is Python (the books of
 64 running requests), the rest 64-row matrix products in torch, each of which gives the interpreter
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from suite.client import environment
 from suite.data import make
-from suite.report import Report
+from suite.report import Report, explanation
 from suite.server import ByteServer
 from suite.setup import options
 
@@ -320,7 +320,7 @@ def rows_of(found: dict[str, Samples]) -> list[dict[str, object]]:
 def report_of(rows: list[dict[str, object]], *, quick: bool) -> Report:
     default = ECConfig().engine
     report = Report(title="Interference with a decode-like loop", quick=quick, rows=rows)
-    report.notes.append((__doc__ or "").partition("\n\n")[2].partition("\n\n")[2])
+    report.notes.append(explanation(__doc__))
     report.notes.append(f"The default is `engine: {default}`.")
     row = next(row for row in rows if row["engine"] == default)
     again = next(row for row in rows if row["engine"] == "nothing again")

@@ -1,6 +1,6 @@
 """Steps: what ec_s3 costs requests that have nothing to do with it, while its bucket is slow.
 
-    python benchmarks/steps.py [--rounds 4]
+    python benchmarks/steps.py [--rounds 2] [--quick]      4 minutes; quick: 2
 
 Real vLLM on the CPU, scheduler and worker in one process, so that ec_s3's threads share their
 interpreter with every step: the layout in which they could hurt most. 96 text requests decode;
@@ -262,7 +262,7 @@ def report(arms: dict[str, Arm], requests: int, *, quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Step time of text requests, bucket slow.")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

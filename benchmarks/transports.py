@@ -1,6 +1,6 @@
 """Transports: CPU time of the client for what goes to and comes from S3.
 
-    python benchmarks/transports.py [--rounds 5]
+    python benchmarks/transports.py [--rounds 5] [--quick]      1 minute; quick: 20 s
 
 Three clients take turns in one process, in every round and for every kind of request: `http.client`
 with a recycled buffer, unsigned (the floor), and ec_s3's S3 store over the SDK and over its direct
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import io
 import os
 import shutil
 import socket
@@ -89,7 +90,7 @@ def serve(port: int) -> None:
 
 
 def converse(connection: socket.socket, objects: dict[str, bytearray]) -> None:
-    stream = connection.makefile("rb", buffering=1 << 16)
+    stream = io.BufferedReader(socket.SocketIO(connection, "r"), 1 << 16)
     while line := stream.readline():
         method, path, _ = line.decode("latin-1").split(" ")
         length = 0

@@ -1,6 +1,6 @@
 """Time to first token: what a picture costs that nobody has seen, and one that somebody has.
 
-    python benchmarks/ttft.py [--rounds 20] [--quick]
+    python benchmarks/ttft.py [--rounds 20] [--quick]      3 minutes; quick: 100 s
 
 Real vLLM on the CPU, scheduler and worker in one process, its encoder slowed down by 100 ms an
 encode; every request to the bucket takes 20 ms more than it would. Four engines run at once and
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from suite.report import Report
+from suite.report import Report, explanation
 from suite.vllm_child import ChildProcess, cores_but_for_servers, counts, transfer
 
 from ec_s3.config import ECConfig
@@ -255,7 +255,11 @@ class Bench:
 
 def report(bench: Bench, *, quick: bool) -> Report:
     medians = {kind: statistics.median(values) for kind, values in bench.seconds.items()}
-    found = Report(title="Time to first token", quick=quick, notes=[(__doc__ or "").strip()])
+    found = Report(
+        title="Time to first token",
+        quick=quick,
+        notes=[explanation(__doc__)],
+    )
     for kind, values in bench.seconds.items():
         quarters = statistics.quantiles(values, n=4)
         found.rows.append(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ec_s3.config import ECConfig
     from ec_s3.engine import EncoderCache
     from ec_s3.errors import ECS3Error
+    from ec_s3.ingest import upload_items
+    from ec_s3.intake import UploadReport
     from ec_s3.keys import Namespace
     from ec_s3.types import TensorSpec
 
@@ -24,6 +26,8 @@ _HOMES = {
     "EncoderCache": "ec_s3.engine",
     "Namespace": "ec_s3.keys",
     "TensorSpec": "ec_s3.types",
+    "UploadReport": "ec_s3.intake",
+    "upload_items": "ec_s3.ingest",
 }
 
 __all__ = [
@@ -33,7 +37,9 @@ __all__ = [
     "EncoderCache",
     "Namespace",
     "TensorSpec",
+    "UploadReport",
     "__version__",
+    "upload_items",
 ]
 
 

@@ -226,7 +226,7 @@ class ECCacheEngine:
         if gate.refusal(key, since) is not None or not expect.admits(lease.spec):
             lease.release()
             return None
-        self._cache.count_local_hit(lease.meta)
+        self._cache.count_local_hit(lease)
         return lease
 
     def _fetch(

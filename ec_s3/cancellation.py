@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ec_s3.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
 T = TypeVar("T")
@@ -50,13 +50,24 @@ async def all_or_cancel(works: Iterable[Awaitable[None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        cancelled: asyncio.CancelledError | None = None
-        for task in tasks:
-            task.cancel()
-        while not all(task.done() for task in tasks):
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError as again:
-                cancelled = again
-        if cancelled is not None:
-            raise cancelled
+        await end_all(tasks)
+
+
+async def end_all(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel tasks and wait until all have ended; how they ended is not told.
+
+    However often it is cancelled: it leaves only when none of them runs any more.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    for task in tasks:
+        task.cancel()
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as again:
+            cancelled = again
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at, lest asyncio complains
+    if cancelled is not None:
+        raise cancelled

@@ -151,10 +151,12 @@ class ProcessPort:
             return
         self._post(kind="reserve", ticket=ticket, identifier=identifier, nbytes=nbytes)
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
         """See `EnginePort.filled`."""
         fields = [spec.dtype, list(spec.shape)]
-        self._post(kind="filled", ticket=ticket, spec=fields, meta=asdict(meta))
+        self._post(kind="filled", ticket=ticket, spec=fields, meta=asdict(meta), compare=compare)
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""
@@ -332,8 +334,8 @@ class _Service:
             case "reserve":
                 self._desk.reserve(ticket, message["identifier"], message["nbytes"])
             case "filled":
-                meta = ItemMeta(**message["meta"])
-                self._desk.filled(ticket, unpack_spec(message["spec"]), meta)
+                spec, meta = unpack_spec(message["spec"]), ItemMeta(**message["meta"])
+                self._desk.filled(ticket, spec, meta, compare=message["compare"])
             case "release":
                 self._desk.release(ticket)
             case "suspend":

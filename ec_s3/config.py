@@ -64,6 +64,7 @@ def _readable_class(value: str | None) -> str | None:
 Size = Annotated[int, BeforeValidator(sources.parse_size)]
 Rate = Annotated[int | None, BeforeValidator(sources.parse_rate)]
 Duration = Annotated[float, BeforeValidator(sources.parse_duration)]
+Lifetime = Annotated[float | None, BeforeValidator(sources.parse_lifetime)]
 Count = Annotated[int, BeforeValidator(sources.parse_count)]
 Switch = Annotated[bool, BeforeValidator(sources.parse_switch)]
 Tags = Annotated[dict[str, str], BeforeValidator(sources.parse_tags)]
@@ -132,6 +133,12 @@ class ECConfig(BaseSettings):
     max_local_disk_size: Size = Field(
         default=64 << 30, ge=_MIN_DISK_BYTES, description="Room in `local_disk`."
     )
+    warm_start: Size = Field(
+        default=0,
+        ge=0,
+        description="Bytes of tensors to load into host memory from the start on, in the"
+        " background: from `local_disk`, then the newest of the bucket. 0: none.",
+    )
     max_item_size: Size = Field(
         default=1 << 30, ge=1, description="Largest tensor that is stored or read."
     )
@@ -173,7 +180,7 @@ class ECConfig(BaseSettings):
         default=16, ge=0, description="Requests that may wait for fetches at a time."
     )
     max_fetches: Count = Field(default=16, ge=1, description="Concurrent fetches.")
-    max_uploads: Count = Field(default=4, ge=1, description="Concurrent uploads.")
+    max_uploads: Count = Field(default=16, ge=1, description="Concurrent uploads.")
     upload_queue_items: Count = Field(
         default=1024, ge=1, description="Items that may wait for their upload."
     )
@@ -194,6 +201,20 @@ class ECConfig(BaseSettings):
     )
     positive_ttl: Duration = Field(
         default=60.0, ge=0, description="How long an object once seen counts as present."
+    )
+    object_lifetime: Lifetime = Field(
+        default=None,
+        gt=0,
+        description="After what time a lifecycle rule of the bucket removes objects, such as `30d`:"
+        " those that are served when they are older than 80 % of it are written again. Unset: none"
+        " are.",
+    )
+    audit_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the items found that are encoded all the same, to be compared with"
+        " what is stored.",
     )
 
     model: str | None = Field(
@@ -244,13 +265,12 @@ class ECConfig(BaseSettings):
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    if not TYPE_CHECKING:  # type checkers keep the signature that the fields give
-
-        def __init__(self, **values: object) -> None:
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                raise complaints.wrapped_error(error) from None
+    # Any: type checkers would take the fields' types, and refuse `max_local_cpu_size="8GiB"`.
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise complaints.wrapped_error(error) from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> Self:

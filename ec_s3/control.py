@@ -1,6 +1,6 @@
 """control.json: what an operator tells the running servers of a namespace.
 
-Owns the document, its checks, the poll that a server follows it by, and the edit that changes it.
+Owns the document, its checks, how a server polls it, and the edit that changes it.
 Runs on an event loop, in a server's background or in a tool, and never on the path of a request.
 Whatever lies in the bucket is untrusted: what is no document changes nothing.
 """
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import random
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import CapacityError, ControlError, RemoteChangedError, RemoteError
-from ec_s3.quiet import Quiet
+from ec_s3.errors import CapacityError, ControlError, RemoteChangedError
+from ec_s3.polling import Document, Followed, Poll, read_document
 from ec_s3.types import PutOutcome
 
 if TYPE_CHECKING:
@@ -26,15 +25,12 @@ if TYPE_CHECKING:
     from ec_s3.metrics import Stats
     from ec_s3.store import Store
 
-logger = logging.getLogger(__name__)
-
 CONTROL_VERSION = 1
 MAX_CONTROL_BYTES = 1 << 20
 MAX_DELETED = 10_000
 """Deleted items that one document can name; they make up nearly all of its size."""
 
 POLL_SECONDS = 30.0
-POLL_JITTER = 0.2
 POLL_TIMEOUT = 10.0
 """Time limit of one poll: with the longest pause before it, a change is known within 46 s."""
 
@@ -139,36 +135,16 @@ def _time(value: object) -> float:
     return float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """What lies in the bucket; no body when it is the version that the caller knows."""
-
-    body: bytes | None
-    etag: str
-
-
-async def _load(store: Store, key: str, *, known: str = "") -> _Stored | None:
-    """The document as it lies in the bucket, None when there is none.
-
-    Raises:
-        ControlError: it is too large to be one.
-        RemoteError: the store failed.
-    """
-
-    def into(nbytes: int) -> memoryview:
-        if nbytes > MAX_CONTROL_BYTES:
-            raise ControlError(f"control.json has {nbytes} bytes, more than {MAX_CONTROL_BYTES}")
-        return memoryview(bytearray(nbytes))
-
-    if known:
-        found = await store.get(key, into=into, if_none_match=known)
-    else:
-        found = await store.get(key, into=into)
-    if found is None:
-        return None
-    if known and found.info.etag == known:
-        return _Stored(None, known)
-    return _Stored(bytes(found.body), found.info.etag)
+_FOLLOWED = Followed(
+    name="control",
+    max_bytes=MAX_CONTROL_BYTES,
+    refuses=ControlError,
+    taken="changed",
+    refused="malformed",
+    complaint="%s; what was said last holds",
+    unread="control.json cannot be read: %s",
+    bug="control.json could not be obeyed",
+)
 
 
 async def load(store: Store, key: str) -> Control | None:
@@ -178,8 +154,12 @@ async def load(store: Store, key: str) -> Control | None:
         ControlError: what lies there is no document.
         RemoteError: the store failed.
     """
-    stored = await _load(store, key)
-    return None if stored is None or stored.body is None else parse_control(stored.body)
+    stored = await read_document(store, key, _FOLLOWED)
+    return None if stored is None else _parsed(stored)
+
+
+def _parsed(stored: Document) -> Control:
+    return parse_control(bytes(stored.body or b""))
 
 
 async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> Control:
@@ -198,8 +178,8 @@ async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> 
     """
     for attempt in range(_EDIT_ATTEMPTS):
         await asyncio.sleep(random.random() * 0.05 * 2**attempt if attempt else 0)  # noqa: S311  no secret
-        stored = await _load(store, key)
-        present = Control() if stored is None else parse_control(stored.body or b"")
+        stored = await read_document(store, key, _FOLLOWED)
+        present = Control() if stored is None else _parsed(stored)
         wanted = change(present)
         if stored is not None and wanted == present:
             return present
@@ -214,83 +194,36 @@ async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> 
     raise RemoteChangedError("put failed: others change it all the time", operation="put", key=key)
 
 
-class Poll:
+def control_poll(
+    store: Store,
+    *,
+    key: Callable[[], str],
+    obey: Callable[[Control], Awaitable[None]],
+    stats: Stats,
+    period: float = POLL_SECONDS,
+) -> Poll:
     """Follows the document of a namespace.
 
     An error, an absent or a malformed document changes nothing: what was said last holds.
 
     Args:
         store: where it lies.
-        key: says which document; asked before every poll.
+        key: says which document; asked before every look.
         obey: called with each document that is new.
         stats: counters `control_polls` and `errors`.
-        period: seconds between polls, more or less.
+        period: seconds between looks, more or less.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        key: Callable[[], str],
-        obey: Callable[[Control], Awaitable[None]],
-        stats: Stats,
-        period: float = POLL_SECONDS,
-    ) -> None:
-        self._store = store
-        self._key = key
-        self._obey = obey
-        self._stats = stats
-        self._period = period
-        self._known = ("", "")  # key and version that were read last
-        self._quiet = Quiet(once=True)
-        self._hurry = asyncio.Event()
+    async def take(_: str, body: memoryview) -> None:
+        await obey(parse_control(bytes(body)))
 
-    def hurry(self) -> None:
-        """Ask again at once; call on the loop."""
-        self._hurry.set()
-
-    async def run(self) -> None:
-        """Ask now and then, until cancelled."""
-        while True:
-            await self.ask()
-            # A fleet that started together must not ask together for ever.
-            jitter = POLL_JITTER * (2 * random.random() - 1)  # noqa: S311  no secret
-            waiting = asyncio.ensure_future(self._hurry.wait())
-            try:
-                await asyncio.wait({waiting}, timeout=self._period * (1 + jitter))
-            finally:
-                waiting.cancel()
-            self._hurry.clear()
-
-    async def ask(self) -> None:
-        """Look once whether there is something new, and obey it."""
-        try:
-            outcome = await self._ask(self._key())
-        except ControlError as error:
-            outcome = "malformed"
-            if self._quiet.due() is not None:
-                logger.warning("%s; what was said last holds", error)
-        except (RemoteError, TimeoutError) as error:
-            outcome = "failed"
-            logger.debug("control.json cannot be read: %s", error)
-        except Exception:  # the background task's outermost border
-            outcome = "failed"
-            self._known = ("", "")
-            self._stats.add("errors", where="control")
-            logger.exception("control.json could not be obeyed")
-        self._stats.add("control_polls", outcome=outcome)
-
-    async def _ask(self, key: str) -> str:
-        known_key, known = self._known
-        async with asyncio.timeout(POLL_TIMEOUT):
-            stored = await _load(self._store, key, known=known if key == known_key else "")
-        if stored is None:
-            self._known = ("", "")
-            return "absent"
-        if stored.body is None:
-            return "unchanged"
-        self._known = (key, stored.etag)  # a malformed one need not be read twice either
-        control = parse_control(stored.body)
-        self._quiet.over()
-        await self._obey(control)
-        return "changed"
+    return Poll(
+        store,
+        _FOLLOWED,
+        key=key,
+        take=take,
+        count=lambda outcome: stats.add("control_polls", outcome=outcome),
+        stats=stats,
+        period=period,
+        timeout=POLL_TIMEOUT,
+    )

@@ -13,8 +13,9 @@ from ec_s3.types import DeleteReport
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ec_s3.reader import Reader, Tiers
+    from ec_s3.reader import Reader
     from ec_s3.store import Store
+    from ec_s3.tiers import Tiers
     from ec_s3.uploads import UploadQueue
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ec_s3.errors import CapacityError, ClosedError, ECS3Error, RemoteError
 from ec_s3.fetch import Miss, PrivateItem
-from ec_s3.indexing import IndexPoll
+from ec_s3.indexing import index_poll
 from ec_s3.local import Lease, Reservation
 from ec_s3.policy import Policy
 from ec_s3.tickets import Absent, Granted, Present, Ready
@@ -79,7 +79,7 @@ class Desk:
         remote = self._cache.reader.tiers.remote
         if remote is None or not self._policy.uses_index:
             return
-        poll = IndexPoll(
+        poll = index_poll(
             remote,
             namespace=lambda: self._gate.now.namespace,
             listing=self._listing,
@@ -104,7 +104,7 @@ class Desk:
         with self._lock:
             self._holders[want.ticket] = lease
         if lease is not None:
-            self._cache.count_local_hit(lease.meta)
+            self._cache.count_local_hit(lease)
             self._emit(self._ready(want.ticket, lease), since.weights)
             return
         if not self._disk and self._is_unlisted(want, key):
@@ -154,7 +154,9 @@ class Desk:
             return None
         return None if reservation is None else _Grant(reservation, identifier, since)
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
         """See `port.EnginePort.filled`."""
         with self._lock:
             holder = self._holders.get(ticket)
@@ -170,6 +172,9 @@ class Desk:
         if spec.nbytes != reservation.nbytes or spec.dtype != holder.since.namespace.dtype:
             reservation.abort()
             return
+        if compare:
+            self._compare(holder, spec, meta)
+            return
         if meta.encode_seconds:
             self._cache.statistics.add("encoder_seconds", meta.encode_seconds)
             self._cache.statistics.add("encoder_bytes", spec.nbytes)
@@ -178,6 +183,13 @@ class Desk:
             self._loop.post(self._cache.enqueue, Upload(reservation.key, holder.identifier))
         except ClosedError:
             logger.debug("an item was saved after the engine was closed")
+
+    def _compare(self, made: _Grant, spec: TensorSpec, meta: ItemMeta) -> None:
+        audit = self._cache.auditor.offer
+        try:
+            self._loop.post(lambda: audit(made.reservation, spec, meta, identifier=made.identifier))
+        except ClosedError:
+            made.reservation.abort()
 
     def release(self, ticket: int) -> None:
         """See `port.EnginePort.release`."""

@@ -40,7 +40,7 @@ from ec_s3.sigv4 import Credentials
 from ec_s3.transport import ATTEMPTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from aiobotocore.session import AioSession
     from types_aiobotocore_s3.client import S3Client
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 _DOCUMENT_BYTES = 256 << 10
 _RENEW_SECONDS = 600  # what is left of credentials when a request has to wait for new ones
 _REPEATED = (500, 502, 503, 504)
+_ANSWERS = (304, 404, 412)  # to what was asked
 _REPEAT_COST, _TIMEOUT_COST = 5, 10  # the SDK's, of its quota of 500
 _OTHER_SIGNATURE = ("--x-s3", "--op-s3")
 _BEFORE_SEND = "before-send.s3.HeadObject"
@@ -66,10 +67,10 @@ class IncomingBody:
         self._pool = pool
         self._connection: HttpConnection | None = connection
 
-    async def readinto(self, view: memoryview) -> int:
+    async def readinto(self, view: memoryview, told: Callable[[int], None] | None) -> int:
         """See `HttpConnection.readinto`."""
         assert self._connection is not None
-        return await self._connection.readinto(view)
+        return await self._connection.readinto(view, told)
 
     def close(self) -> None:
         """Give the connection back; idempotent."""
@@ -308,6 +309,8 @@ class DirectClient:
         if not isinstance(exc, ClientError):
             return not isinstance(exc, ssl.SSLCertVerificationError)
         status, code = status_of(exc)
+        if status in _ANSWERS:
+            return False
         if status in _REPEATED or code == "RequestTimeout":
             return True
         error = map_error(exc, operation="", key="", location=self._location)

@@ -28,7 +28,7 @@ from ec_s3.errors import (
     RemoteUnavailableError,
 )
 from ec_s3.files import Folder, StoppedError, read_into
-from ec_s3.store import GetResult
+from ec_s3.store import GetResult, progress_of
 from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 from ec_s3.url import check_key
 
@@ -97,6 +97,8 @@ class DirectoryStore:
                 return GetResult(memoryview(b""), start, info)
             rest = max(0, info.size - start)
             count = rest if length is None else max(0, min(rest, length))
+            if (progress := progress_of(into)) is not None:
+                progress.answered(info)
             view = into(count)[:count]
             if view.nbytes != count:
                 raise ValueError(f"the buffer for {key!r} is smaller than {count} bytes")

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
 from ec_s3 import __version__, deletion
+from ec_s3.audit import Auditor
 from ec_s3.cancellation import run_to_end
-from ec_s3.errors import ClosedError, RemoteError, RemoteTimeoutError
+from ec_s3.errors import ClosedError
 from ec_s3.fetch import Miss, PrivateItem
 from ec_s3.gauges import TierGauges
 from ec_s3.governor import Governor
@@ -25,17 +26,15 @@ from ec_s3.guard import connect_all
 from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
 from ec_s3.pages import Slab
-from ec_s3.presence import Presence, Refused
-from ec_s3.reader import ANYTHING, Reader, Tiers
-from ec_s3.remote import open_disk, open_store
+from ec_s3.reader import ANYTHING, Reader
 from ec_s3.staging import Stager, copied_out
 from ec_s3.types import DeleteReport, FlushReport, ItemMeta, Tier
+from ec_s3.warmup import WarmStart
 from ec_s3.wire import FORMAT_VERSION
-from ec_s3.wiring import first_pages, guard, make_fetcher, make_queue
-from ec_s3.writeback import DiskWriteback
+from ec_s3.wiring import first_pages, make_fetcher, make_queue, open_tiers, upload_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
     from ec_s3.keys import Namespace
     from ec_s3.local import Lease
     from ec_s3.store import Store
+    from ec_s3.tiers import Tiers
     from ec_s3.types import Expectation
     from ec_s3.uploads import Upload, UploadQueue
 
 ENCODERS = 2  # threads; of their own, so that a fetch never waits behind an upload's compression
-STORE_CLOSE_SECONDS = 1.0
 
 
 class EncoderCache:
@@ -84,22 +83,17 @@ class EncoderCache:
         self.governor = Governor(namespace, tier=self.tier, stats=self.statistics)
         self.gate = self.governor.gate
         self._clock = time.monotonic
-        self._presence = Presence(
-            positive_ttl=config.positive_ttl, negative_ttl=config.negative_ttl
-        )
-        self._refused = Refused()
         self.gauges = TierGauges(self.tier, self._slab, self.statistics)
         self._closed = False
-        self._remote: Store | None = None
-        self._disk: Store | None = None
+        self._tiers: Tiers | None = None
         self._queue: UploadQueue | None = None
-        self._writeback: DiskWriteback | None = None
         self._reader: Reader | None = None
         self._stager = Stager(config, self.gate, tier=self.tier, stats=self.statistics)
         self._executor = ThreadPoolExecutor(
             max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="ec_s3-codec"
         )
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="ec_s3-encode")
+        self.auditor = Auditor(self.tier, self._encoders, self.statistics)
         self._fetcher = make_fetcher(
             config, tier=self.tier, executor=self._executor, keyring=self._keyring
         )
@@ -126,20 +120,29 @@ class EncoderCache:
         Raises:
             ConfigError: the settings cannot be used; the engine is closed then.
         """
+        rate = upload_rate(self.config, self._clock)
         try:
-            self._open_stores()
-            await connect_all([s for s in (self._remote, self._disk) if s is not None])
+            self._tiers = tiers = self._open_tiers(rate)
+            await connect_all(tiers.stores)
         except BaseException:
             await self.close(0.0)
             raise
         self.statistics.set("info", 1, version=__version__, wire=str(FORMAT_VERSION))
-        self._reader = self._make_reader()
-        if self._remote is not None or self._disk is not None:
+        self._reader = Reader(
+            self.config,
+            self.gate,
+            tiers=tiers,
+            fetcher=self._fetcher,
+            stats=self.statistics,
+            clock=self._clock,
+        )
+        if tiers.stores:
             self._queue = make_queue(
                 self.config,
                 self.gate,
-                tiers=self._reader.tiers,
+                tiers=tiers,
                 facts=self._facts,
+                admit_bytes=rate,
                 executor=self._encoders,
                 stats=self.statistics,
                 clock=self._clock,
@@ -147,35 +150,37 @@ class EncoderCache:
             )
             self._stager.uploads = True
         self.governor.start(self._reader, self._queue)
+        self._start_warm(self._reader)
         if self._owns_slab:
             threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
             await first_pages(self._slab)
 
-    def _open_stores(self) -> None:
-        store, disk = self._given
-        if store is None:
-            store = open_store(self.config)
-        self._disk = disk if disk is not None else open_disk(self.config)
-        if store is not None:
-            self._remote = guard(self.config, store, stats=self.statistics, clock=self._clock)
-        if self._disk is not None:
-            self._writeback = DiskWriteback(self._disk, self.statistics)
+    def _start_warm(self, reader: Reader) -> None:
+        if not self.config.warm_start:
+            return
+        warm_start = WarmStart(
+            self.config.warm_start,
+            reader=reader,
+            slab=self._slab,
+            gate=self.gate,
+            control=self.governor.poll,
+            stats=self.statistics,
+        )
+        self.governor.attend(warm_start.run())
 
-    def _make_reader(self) -> Reader:
-        return Reader(
+    def _open_tiers(self, rate: Callable[[int], float]) -> Tiers:
+        store, disk = self._given
+        return open_tiers(
             self.config,
             self.gate,
-            tiers=Tiers(
-                local=self.tier,
-                disk=self._disk,
-                remote=self._remote,
-                writeback=self._writeback,
-                presence=self._presence,
-                refused=self._refused,
-            ),
-            fetcher=self._fetcher,
+            local=self.tier,
+            store=store,
+            disk=disk,
+            admit_bytes=rate,
+            executor=self._encoders,
             stats=self.statistics,
             clock=self._clock,
+            keyring=self._keyring,
         )
 
     async def __aenter__(self) -> Self:
@@ -199,16 +204,16 @@ class EncoderCache:
         """Whether items go anywhere beyond the host tier."""
         return self._queue is not None
 
-    def count_local_hit(self, meta: ItemMeta) -> None:
+    def count_local_hit(self, item: Lease) -> None:
         """Count a hit that a caller found in the host tier by himself; any thread."""
         self.statistics.add("queries")
-        self.statistics.add("hits", tier=Tier.LOCAL)
-        if meta.encode_seconds:
-            self.statistics.add("saved_encoder_seconds", meta.encode_seconds)
+        if self._reader is not None:
+            self._reader.count_hit(item, Tier.LOCAL)
 
     def is_known_shared(self, key: str) -> bool:
         """Whether the bucket holds an object as far as is known; sends nothing. Any thread."""
-        return self._presence.holds(key, now=self._clock())
+        tiers = self._tiers
+        return tiers is not None and tiers.presence.holds(key, now=self._clock())
 
     async def is_shared(self, identifier: str) -> bool:
         """Whether the bucket holds the item, or will: its upload is under way.
@@ -219,13 +224,7 @@ class EncoderCache:
         key = self.key_of(identifier)
         if self._queue is not None and key in self._queue:
             return True
-        try:
-            async with asyncio.timeout(self.config.metadata_timeout):
-                return await self.reader.in_bucket(key)
-        except RemoteError:
-            raise
-        except TimeoutError:
-            raise RemoteTimeoutError("no answer in time", operation="head", key=key) from None
+        return await self.reader.existence.in_bucket(key)
 
     @property
     def reader(self) -> Reader:
@@ -283,13 +282,13 @@ class EncoderCache:
 
     async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
         """Whether some tier holds the item; False when that cannot be found out in time."""
-        return (await self.contains_many([identifier], timeout=timeout))[identifier]
+        return await self.reader.existence.contains(identifier, timeout=timeout)
 
     async def contains_many(
         self, identifiers: Iterable[str], *, timeout: float | None = None
     ) -> Mapping[str, bool]:
         """Existence of many items at once, asked for in parallel."""
-        return await self.reader.contains_many(identifiers, timeout=timeout)
+        return await self.reader.existence.contains_many(identifiers, timeout=timeout)
 
     def prefetch(self, identifiers: Iterable[str]) -> None:
         """Start bringing items into the host tier; returns at once. Call on the loop."""
@@ -305,7 +304,8 @@ class EncoderCache:
 
     def enqueue(self, upload: Upload) -> bool:
         """Queue the upload of a staged item; call on the loop. False only when nothing holds it."""
-        self._presence.forget_absence(upload.key)
+        if self._tiers is not None:
+            self._tiers.presence.forget_absence(upload.key)
         if self._queue is None:
             return True
         queued = self._stager.admit(upload) and self._queue.offer(upload)
@@ -381,16 +381,15 @@ class EncoderCache:
         report = FlushReport()
         try:
             await self.governor.close()
+            await self.auditor.close()
+            if self._tiers is not None and self._tiers.refresher is not None:
+                await self._tiers.refresher.close()
             if self._queue is not None:
                 report = await self._queue.close(limit)
             if self._reader is not None:
                 await self._reader.close()
-            if self._writeback is not None:
-                await self._writeback.close(STORE_CLOSE_SECONDS / 2)
-            closing = [store.aclose() for store in (self._remote, self._disk) if store is not None]
-            await asyncio.wait(
-                [asyncio.gather(*closing, return_exceptions=True)], timeout=STORE_CLOSE_SECONDS
-            )
+            if self._tiers is not None:
+                await self._tiers.close()
         finally:
             for executor in (self._executor, self._encoders):
                 executor.shutdown(wait=False, cancel_futures=True)

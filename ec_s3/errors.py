@@ -53,9 +53,17 @@ class FrameMagicError(FrameError):
 
 
 class FrameVersionError(FrameError):
-    """The object's format version is not one that this release reads."""
+    """The object's format version is not one that this release reads.
+
+    Attributes:
+        version: the object's.
+    """
 
     reason = "version"
+
+    def __init__(self, message: str, *, version: int = 0) -> None:
+        super().__init__(message)
+        self.version = version
 
 
 class FrameTruncatedError(FrameError):

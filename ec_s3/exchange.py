@@ -61,6 +61,14 @@ class Address:
         self.path = parts.path.removesuffix("k")
         self.region = region
         self.signer = Signer(region)
+        self._second, self._stamp = 0, ""
+
+    def stamp(self) -> str:
+        """The time in a request's head, which is made once a second."""
+        now = int(time.time())
+        if now != self._second:
+            self._second, self._stamp = now, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+        return self._stamp
 
 
 def request_head(
@@ -74,7 +82,7 @@ def request_head(
     headers = {
         "host": address.host,
         "x-amz-content-sha256": UNSIGNED_PAYLOAD,
-        "x-amz-date": time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()),
+        "x-amz-date": address.stamp(),
     }
     if credentials.token:
         headers["x-amz-security-token"] = credentials.token

@@ -7,26 +7,25 @@ them any more, also after a cancellation.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from ec_s3.buffers import Body
-from ec_s3.cancellation import all_or_cancel
+from ec_s3.chunks import RANGE_BYTES, Unpacking
 from ec_s3.errors import (
     CapacityError,
     FrameError,
+    FrameMismatchError,
     FrameStaleError,
     FrameTruncatedError,
-    RemoteChangedError,
 )
-from ec_s3.keys import parse_key
+from ec_s3.keys import identifier_digest, parse_key
 from ec_s3.ranges import ObjectRead
 from ec_s3.types import Expectation, ItemMeta, MissReason, TensorSpec
-from ec_s3.wire import decode_chunk, read_header
+from ec_s3.wire import read_header
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -36,17 +35,9 @@ if TYPE_CHECKING:
     from ec_s3.local import Lease, LocalTier, Reservation
     from ec_s3.metrics import Stats
     from ec_s3.signing import Keyring
-    from ec_s3.store import GetResult, Store
+    from ec_s3.store import Store
     from ec_s3.types import Extent
     from ec_s3.wire import Header
-
-T = TypeVar("T")
-
-RANGE_BYTES = 8 << 20
-"""Bytes per ranged read: one is enough for a small object."""
-
-PARALLEL_RANGES = 4
-"""Ranges of one object in flight at once; a connection carries about 90 MB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +55,9 @@ class Miss:
 
 OVERSIZED = Miss(MissReason.TOO_LARGE)
 """A good object whose item the host tier can never hold; told apart by identity."""
+
+NO_SPARE = Miss(MissReason.NO_ROOM)
+"""A good object for which no host memory is free, and none may be made so; told apart likewise."""
 
 
 @dataclass(slots=True)
@@ -139,7 +133,7 @@ class Fetcher:
         self,
         store: Store,
         key: str,
-        identifier: str,
+        identifier: str | None,
         *,
         keep: Keeper | None = None,
         stats: Stats | None = None,
@@ -151,7 +145,8 @@ class Fetcher:
         Args:
             store: the tier to read from.
             key: object key; names the namespace that the object must belong to.
-            identifier: whose tensor it must be.
+            identifier: whose tensor it must be. None: that of the key, whom nobody has asked for;
+                nothing leaves the host tier for it.
             keep: gets the whole stored object once it has been accepted.
             stats: where the phases and the bytes are counted; None counts nothing.
             valid_after: objects made before this time are refused; seconds since the epoch.
@@ -164,45 +159,35 @@ class Fetcher:
         Raises:
             RemoteError: the store failed.
         """
-        with Body(self._pool) as body, contextlib.ExitStack() as stack:
-            job = ObjectRead(store=store, key=key, body=body, stats=stats)
-            begun: list[tuple[Header, Reservation | _PrivateSink] | Miss] = []
-
-            async def begin(arriving: Arriving) -> None:
-                header = await self._header(arriving)
-                if header is None:
-                    return
-                self._accept(key, header, identifier, valid_after)
-                sink = self._reserve(key, header, resident=resident)
-                if isinstance(sink, Miss):
-                    begun.append(sink)
-                    return
-                stack.enter_context(sink)
-                begun.append((header, sink))
-                whole = _whole(header, RANGE_BYTES)
-                await self._decode_arriving(job, arriving, header, range(whole), sink)
-
-            try:
-                first = await job.take_in(0, RANGE_BYTES, begin)
-                if first is None:
-                    return Miss(MissReason.ABSENT)
-                if not begun:
-                    raise FrameTruncatedError("the object is empty")
-                (outcome,) = begun
-                if isinstance(outcome, Miss):
-                    return outcome
-                header, sink = outcome
-                if header.object_bytes != first.info.size:
-                    raise FrameTruncatedError(
-                        f"the object has {first.info.size} bytes, declared {header.object_bytes}"
+        with Body(self._pool) as body, contextlib.ExitStack() as undo:
+            read = ObjectRead(store, key, body, stats)
+            async with read.reading(0, RANGE_BYTES) as first:
+                try:
+                    header = await self._header(first)
+                    if header is None:
+                        return Miss(MissReason.ABSENT)
+                    self._accept(key, header, first, identifier=identifier, since=valid_after)
+                    sink = self._reserve(key, header, resident=resident, spare=identifier is None)
+                    if isinstance(sink, Miss):
+                        return sink
+                    undo.enter_context(sink)
+                    kept = keep if keep is not None and keep.admit(header.object_bytes) else None
+                    if kept is not None:
+                        undo.callback(kept.withdraw, header.object_bytes)
+                    unpacking = Unpacking(
+                        read, header, sink, executor=self._executor, keep=kept is not None
                     )
-                await self._fill_and_keep(job, keep, first, header=header, sink=sink)
-                return sink.commit(header.spec, header.meta, dirty=False)
-            except FrameError as error:
-                return Miss(MissReason(error.reason), job.etag)
+                    stored = await unpacking.run(first)
+                except FrameError as error:
+                    return Miss(MissReason(error.reason), first.etag)
+            item = sink.commit(header.spec, header.meta, dirty=False)
+            undo.pop_all()
+            if kept is not None:
+                kept.take(key, stored, body.hand_over(), nbytes=header.object_bytes)
+            return item
 
     async def _header(self, arriving: Arriving) -> Header | None:
-        """The object's header, as soon as it is there; None when nothing comes."""
+        """The object's header, as soon as it is there; None when there is no object."""
         wanted = 1
         while await arriving.reaches(wanted):
             try:
@@ -215,146 +200,38 @@ class Fetcher:
                 if arriving.ended:
                     raise
                 wanted = arriving.have + 1
+        if arriving.info is not None:
+            raise FrameTruncatedError("the object ends within its header")
         return None
 
-    async def _decode_arriving(
-        self,
-        job: ObjectRead,
-        arriving: Arriving,
-        header: Header,
-        chunks: range,
-        sink: Reservation | _PrivateSink,
+    def _accept(
+        self, key: str, header: Header, arriving: Arriving, *, identifier: str | None, since: float
     ) -> None:
-        """Decode a range of chunks that is read from its first byte on, whatever is there by now.
-
-        Raises:
-            FrameTruncatedError: the body ends before they do.
-        """
-        base = 0 if not chunks.start else header.chunk_range(chunks.start)[0]
-        at, spent = chunks.start, 0.0
-        while at < chunks.stop:
-            if not await arriving.reaches(sum(header.chunk_range(at)) - base):
-                raise FrameTruncatedError("the object shrank while it was read")
-            stop = at + 1
-            while stop < chunks.stop and sum(header.chunk_range(stop)) - base <= arriving.have:
-                stop += 1
-            spent += await job.decode(
-                self._executor, _decode, header, range(at, stop), base, arriving.view, sink
-            )
-            at = stop
-        job.decoded(spent)
-
-    async def _fill_and_keep(
-        self,
-        job: ObjectRead,
-        keep: Keeper | None,
-        first: GetResult,
-        *,
-        header: Header,
-        sink: Reservation | _PrivateSink,
-    ) -> None:
-        nbytes = header.object_bytes
-        kept = keep if keep is not None and keep.admit(nbytes) else None
-        try:
-            stored = await self._fill(job, first, header=header, sink=sink, keep=kept is not None)
-        except BaseException:
-            if kept is not None:
-                kept.withdraw(nbytes)
-            raise
-        if kept is not None:
-            kept.take(job.key, stored, job.body.hand_over(), nbytes=nbytes)
-
-    def _accept(self, key: str, header: Header, identifier: str, valid_after: float) -> None:
         expected = parse_key(key)
+        if identifier is None and identifier_digest(header.identifier) != expected.digest:
+            raise FrameMismatchError("the object holds another item than its key names")
         header.check(
-            identifier=identifier,
+            identifier=header.identifier if identifier is None else identifier,
             namespace=expected.namespace,
             expect=Expectation(dtype=expected.dtype),
         )
-        if header.created < valid_after:
+        if header.created < since:
             raise FrameStaleError("the object was made before the time that counts")
+        if header.object_bytes != arriving.size:
+            raise FrameTruncatedError(
+                f"the object has {arriving.size} bytes, declared {header.object_bytes}"
+            )
 
     def _reserve(
-        self, key: str, header: Header, *, resident: bool
+        self, key: str, header: Header, *, resident: bool, spare: bool
     ) -> Reservation | _PrivateSink | Miss:
+        lack = NO_SPARE if spare else Miss(MissReason.NO_ROOM)
         try:
-            return self._tier.reserve(key, header.tensor_bytes) or Miss(MissReason.NO_ROOM)
+            return self._tier.reserve(key, header.tensor_bytes, spare=spare) or lack
         except CapacityError:
             if resident:
                 return OVERSIZED
             return _PrivateSink(key, header.tensor_bytes)
-
-    async def _fill(
-        self,
-        job: ObjectRead,
-        first: GetResult,
-        *,
-        header: Header,
-        sink: Reservation | _PrivateSink,
-        keep: bool,
-    ) -> list[memoryview]:
-        """Read and decode the rest; returns the stored bytes when kept."""
-        whole = _whole(header, len(first.body))
-        groups = _groups(header, whole)
-        stored = [first.body] + [memoryview(b"")] * len(groups)
-        gate = asyncio.Semaphore(PARALLEL_RANGES)
-        if groups:
-            # The cut-off tail of the first range is read again with its chunk.
-            stored[0] = job.body.part(first.body[: header.chunk_range(whole)[0]])
-
-        async def rest(slot: int, group: range) -> None:
-            start = header.chunk_range(group[0])[0]
-            length = sum(header.chunk_range(group[-1])) - start
-
-            async def use(arriving: Arriving) -> None:
-                await self._decode_arriving(job, arriving, header, group, sink)
-
-            async with gate:
-                part = await job.take_in(start, length, use)
-                if part is None:
-                    raise RemoteChangedError(
-                        "deleted while it was read", operation="get", key=job.key
-                    )
-                if keep:
-                    stored[slot] = part.body
-                else:
-                    job.body.give_back(part.body)  # inside the gate, which bounds what is held
-
-        await all_or_cancel([rest(i + 1, g) for i, g in enumerate(groups)])
-        return stored
-
-
-def _whole(header: Header, nbytes: int) -> int:
-    """How many chunks lie in an object's first bytes."""
-    whole = 0
-    while whole < len(header.chunks) and sum(header.chunk_range(whole)) <= nbytes:
-        whole += 1
-    return whole
-
-
-def _groups(header: Header, start: int) -> list[range]:
-    """Chunks from `start` on, in runs of about `RANGE_BYTES` stored bytes."""
-    groups: list[range] = []
-    begin, size = start, 0
-    for i in range(start, len(header.chunks)):
-        nbytes = header.chunk_range(i)[1]
-        if i > begin and size + nbytes > RANGE_BYTES:
-            groups.append(range(begin, i))
-            begin, size = i, 0
-        size += nbytes
-    if begin < len(header.chunks):
-        groups.append(range(begin, len(header.chunks)))
-    return groups
-
-
-def _decode(
-    header: Header, chunks: range, base: int, body: memoryview, sink: Reservation | _PrivateSink
-) -> None:
-    for i in chunks:
-        offset, nbytes = header.chunk_range(i)
-        at, raw = header.chunk_tensor_range(i)
-        stored = body[offset - base : offset - base + nbytes]
-        decode_chunk(header, i, stored, sink.segments(at, raw))
 
 
 class _PrivateSink:

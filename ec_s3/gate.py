@@ -91,8 +91,10 @@ class Gate:
         return "deleted" if self._deleted(key) else None
 
     def _deleted(self, key: str) -> bool:
-        digest = key.rpartition("/")[2]
-        return self.control.deletes(digest, now=self._wall_clock())
+        control = self.control
+        if not control.deleted:  # nearly always, and asked at every hit
+            return False
+        return control.deletes(key.rpartition("/")[2], now=self._wall_clock())
 
     def suspend(self) -> bool:
         """Nothing may pass until `resume`; whether that is new."""

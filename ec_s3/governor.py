@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ec_s3 import deletion
-from ec_s3.control import Poll
+from ec_s3.control import control_poll
 from ec_s3.errors import RemoteError
 from ec_s3.gate import Gate
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ec_s3.keys import Namespace
     from ec_s3.local import LocalTier
     from ec_s3.metrics import Stats
+    from ec_s3.polling import Poll
     from ec_s3.reader import Reader
     from ec_s3.uploads import UploadQueue
 
@@ -38,7 +39,7 @@ class Governor:
     Args:
         namespace: what the engine was started with.
         tier: its host tier.
-        stats: gauge `switched_off`, and what `control.Poll` counts.
+        stats: gauge `switched_off`, and what the poll of the control document counts.
 
     Attributes:
         gate: what the engine's parts ask.
@@ -61,7 +62,7 @@ class Governor:
         self._loop = asyncio.get_running_loop()
         self._reader, self._queue = reader, queue
         if reader.tiers.remote is not None:
-            self.poll = Poll(
+            self.poll = control_poll(
                 reader.tiers.remote,
                 key=lambda: self.gate.now.namespace.control_key,
                 obey=self.obey,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 from ec_s3.errors import RemoteError, RemoteTimeoutError, RemoteUnavailableError
 from ec_s3.quiet import Quiet
+from ec_s3.types import PutOutcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ec_s3.metrics import Stats
     from ec_s3.policy import Breaker
     from ec_s3.store import Buffer, GetResult, Store
-    from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
+    from ec_s3.types import DeleteReport, ObjectInfo
 
 T = TypeVar("T")
 
@@ -53,6 +55,10 @@ class GuardedStore:
         stats: counters `remote_requests`, `remote_seconds`, `breaker_open`.
         max_reads: GET and HEAD requests in flight.
         clock: seconds, monotonic.
+
+    Attributes:
+        on_seen: told of every object that was found or written: its key, and when it was written,
+            in seconds since the epoch, 0.0 when unknown.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class GuardedStore:
         self._last_failure = "no failure yet"
         self._quiet = Quiet(clock)
         self._was_open = False
+        self.on_seen: Callable[[str, float], object] = lambda _key, _modified: None
 
     async def _call(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
         if not self._breaker.allow(self._clock()):
@@ -138,7 +145,7 @@ class GuardedStore:
     ) -> GetResult | None:
         """See `Store.get`."""
         async with self._reads:
-            return await self._call(
+            found = await self._call(
                 "get",
                 key,
                 lambda: self._store.get(
@@ -150,6 +157,9 @@ class GuardedStore:
                     if_none_match=if_none_match,
                 ),
             )
+        if found is not None:
+            self.on_seen(key, found.info.modified)
+        return found
 
     async def put(
         self,
@@ -160,19 +170,25 @@ class GuardedStore:
         if_match: str | None = None,
     ) -> PutOutcome:
         """See `Store.put`."""
-        return await self._call(
+        outcome = await self._call(
             "put",
             key,
             lambda: self._store.put(key, parts, if_absent=if_absent, if_match=if_match),
         )
+        if outcome is not PutOutcome.CHANGED:
+            self.on_seen(key, time.time() if outcome is PutOutcome.WRITTEN else 0.0)
+        return outcome
 
     async def head(self, key: str) -> ObjectInfo | None:
         """See `Store.head`."""
         async with self._reads:
-            return await self._call("head", key, lambda: self._store.head(key))
+            info = await self._call("head", key, lambda: self._store.head(key))
+        if info is not None:
+            self.on_seen(key, info.modified)
+        return info
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """See `Store.list`; not guarded, as only tools list."""
+        """See `Store.list`; not guarded, as only tools and the warm start list."""
         return self._store.list(prefix)
 
     async def delete(self, keys: Sequence[str]) -> DeleteReport:

@@ -253,7 +253,8 @@ def _read_prefix(view: memoryview) -> int:
         raise FrameTruncatedError(f"{len(lead)} bytes are too few for any object")
     _, skipped, _, version, length = _PREFIX.unpack(lead)
     if version not in READABLE_VERSIONS:
-        raise FrameVersionError(f"format version {version}; this release reads {READABLE_VERSIONS}")
+        what = f"format version {version}; this release reads {READABLE_VERSIONS}"
+        raise FrameVersionError(what, version=version)
     if length > MAX_HEADER_BYTES or skipped != _PREFIX_BYTES - 8 + length + DIGEST_BYTES:
         raise FrameHeaderError(f"a header of {length} bytes in a frame of {skipped}")
     return int(length)

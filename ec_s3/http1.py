@@ -9,6 +9,7 @@ cancellation included, closes the connection, and from then on no buffer of the 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from typing import TYPE_CHECKING, cast
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, cast
 from ec_s3.http_grammar import BadAnswerError, HungUpError, parse_head, read_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ec_s3.http_grammar import Answer
+
+    Told = Callable[[int], None]
 
 _BUFFER_BYTES = 64 << 10
 _HEAD_BYTES = 32 << 10  # largest head; the rest is room for bytes that overtake their reader
@@ -46,6 +49,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._begin = self._end = 0  # of what has been received into the buffer and not been taken
         self._view: memoryview | None = None  # where the body goes, past the buffer
         self._at = 0
+        self._plain = -1  # the socket's descriptor, where bytes come as they are sent
+        self._told: Told | None = None
         self._left: int | None = 0  # bytes of the body to come; None: not known beforehand
         self._chunked = False
         self._bodiless = False
@@ -70,7 +75,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=1)  # little is ever copied; 0 hangs with TLS
         self._timer = self._loop.call_later(self._step(), self._tick)
-        probe_when_idle(transport.get_extra_info("socket"))
+        opened: socket.socket = transport.get_extra_info("socket")
+        probe_when_idle(opened)
+        if transport.get_extra_info("sslcontext") is None:
+            self._plain = opened.fileno()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's signature
         """Where the next bytes go: the caller's buffer while a body is read into one."""
@@ -87,6 +95,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             if self._at == self._view.nbytes:
                 self._view = None
                 self._wake()
+            elif self._told is not None:
+                self._told(self._at)
             return
         self._end += nbytes
         if not self._busy:
@@ -121,6 +131,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
+        self._plain = -1
         if self._timer is not None:
             self._timer.cancel()
         if self._failure is None:
@@ -170,8 +181,12 @@ class HttpConnection(asyncio.BufferedProtocol):
             await self._pause()
         return self._answer
 
-    async def readinto(self, view: memoryview) -> int:
+    async def readinto(self, view: memoryview, told: Told | None = None) -> int:
         """Fill a buffer with what comes next of a body with an announced length.
+
+        Args:
+            view: the buffer.
+            told: hears how many bytes are there, whenever some come before the last.
 
         Returns:
             Bytes received: fewer than asked for when the body or the connection ended, 0 at the
@@ -188,7 +203,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._begin += count
             self._left -= count
         if count < view.nbytes:
-            count += await self._receive(view[count:], count)
+            if told is not None and count:
+                told(count)
+            self._told = told
+            count = await self._receive(view, count)
         return count
 
     async def document(self, limit: int) -> bytes:
@@ -245,7 +263,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close at once; nothing is received any more."""
-        self._view = None
+        self._view = self._told = None
         self._fail(ConnectionAbortedError("the connection was given up"))
 
     # Within
@@ -276,14 +294,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._wake()
 
     async def _receive(self, view: memoryview, before: int) -> int:
-        """Receive straight into a view until it is full; see `readinto`."""
+        """Receive straight into a view, from a position on until it is full; see `readinto`."""
         if self._failure is not None:
             if before:
-                return 0
+                return before
             raise self._failure
         assert self._left is not None
         self._begin = self._end = 0
-        self._view, self._at = view, 0
+        self._view, self._at = view, before
+        self._glance()
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
@@ -291,15 +310,26 @@ class HttpConnection(asyncio.BufferedProtocol):
             while self._view is not None:
                 await self._pause()
         except OSError:
-            if not before + self._at:
+            if not self._at:
                 raise
         except BaseException:
             self.abort()
             raise
         finally:
-            self._view = None
-        self._left -= self._at
+            self._view = self._told = None
+        self._left -= self._at - before
         return self._at
+
+    def _glance(self) -> None:
+        """Take what has arrived by now, which the loop would bring a turn later."""
+        if self._plain < 0 or self._view is None:
+            return
+        try:
+            nbytes = os.readv(self._plain, [self._view[self._at :]])
+        except OSError:
+            return  # nothing yet, or the loop will find out what is wrong
+        if nbytes:
+            self.buffer_updated(nbytes)
 
     async def _some(self) -> bytes:
         """What has arrived and was not taken, at least a byte; none at an orderly end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 _HEADER_LINES = 128
 _LINE_BYTES = 1024
 _HEAD = re.compile(  # names are printable ASCII but for the colon, values anything on one line
-    r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n\0]*)?(?:\r\n[!-9;-~]+:[^\r\n\0]*)*"
+    r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n\0]*+)?+(?:\r\n[!-9;-~]++:[^\r\n\0]*+)*+"
 )
-_FIELD = re.compile(r"\r\n([^:]*):([^\r]*)")
+_FIELD = re.compile(r"\r\n([^:]*+):([^\r]*+)")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
@@ -85,6 +86,7 @@ def _joined(lines: list[tuple[str, str]]) -> dict[str, str]:
     return headers
 
 
+@lru_cache(maxsize=1024)
 def http_date(text: str) -> datetime.datetime | None:
     """The date of a header in the one form that servers send; None for any other."""
     try:

@@ -1,23 +1,21 @@
 """The index in the bucket: made by whoever lists the namespace, followed by servers.
 
-Runs on an event loop: `build` in a tool, `IndexPoll` in a server's background, never on the path of
-a request. What lies in the bucket is untrusted: what is no index of the namespace, or cannot be
+Runs on an event loop: in a tool, or (`index_poll`) in a server's background, never on the path of a
+request. What lies in the bucket is untrusted: what is no index of the namespace, or cannot be
 read, changes nothing, and the index that was read last holds until it is too old or deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 import time
 from array import array
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import IndexObjectError, InvalidKeyError, RemoteError
+from ec_s3.errors import IndexObjectError, InvalidKeyError
 from ec_s3.index import MAX_INDEX_BYTES, MAX_ITEMS, Index, pack_index, read_index, tag_of
 from ec_s3.keys import INDEX_NAME, KEY_VERSION, parse_key
-from ec_s3.quiet import Quiet
+from ec_s3.polling import Followed, Poll
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,12 +26,20 @@ if TYPE_CHECKING:
     from ec_s3.signing import Keyring
     from ec_s3.store import Store
 
-logger = logging.getLogger(__name__)
-
 POLL_SECONDS = 60.0
-POLL_JITTER = 0.2
 READ_SECONDS = 60.0
-"""Time limit of one look, body included."""
+"""Time limit of one reading, body included."""
+
+_FOLLOWED = Followed(
+    name="index",
+    max_bytes=MAX_INDEX_BYTES,
+    refuses=IndexObjectError,
+    taken="loaded",
+    refused="refused",
+    complaint="the index in the bucket is not used: %s",
+    unread="the index cannot be read: %s",
+    bug="the index could not be taken in",
+)
 
 
 async def list_tags(
@@ -92,7 +98,16 @@ async def write_index(
     return size
 
 
-class IndexPoll:
+def index_poll(
+    store: Store,
+    *,
+    namespace: Callable[[], Namespace],
+    listing: Listing,
+    max_age: float,
+    keyring: Keyring | None,
+    stats: Stats,
+    period: float = POLL_SECONDS,
+) -> Poll:
     """Follows the index of the namespace in use.
 
     Args:
@@ -104,81 +119,25 @@ class IndexPoll:
         stats: counters `index_polls` and `errors`, gauge `index_items`.
         period: seconds between looks, more or less.
     """
+    listing.active = True
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        namespace: Callable[[], Namespace],
-        listing: Listing,
-        max_age: float,
-        keyring: Keyring | None,
-        stats: Stats,
-        period: float = POLL_SECONDS,
-    ) -> None:
-        self._store = store
-        self._namespace = namespace
-        self._listing = listing
-        self._max_age = max_age
-        self._keyring = keyring
-        self._stats = stats
-        self._period = period
-        self._known = ("", "")  # key and version that were read last
-        self._quiet = Quiet(once=True)
-        listing.active = True
+    async def take(key: str, body: memoryview) -> None:
+        name = key.split("/")[1]
 
-    async def run(self) -> None:
-        """Look now and then, until cancelled."""
-        while True:
-            await self.look()
-            # A fleet that started together must not look together for ever.
-            jitter = POLL_JITTER * (2 * random.random() - 1)  # noqa: S311  no secret
-            await asyncio.sleep(self._period * (1 + jitter))
-
-    async def look(self) -> None:
-        """Look once whether there is another index, and take it in."""
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                outcome = await self._look(self._namespace())
-        except IndexObjectError as error:
-            outcome = "refused"
-            if self._quiet.due() is not None:
-                logger.warning("the index in the bucket is not used: %s", error)
-        except (RemoteError, TimeoutError) as error:
-            outcome = "failed"
-            logger.debug("the index cannot be read: %s", error)
-        except Exception:  # the background task's outermost border
-            outcome = "failed"
-            self._stats.add("errors", where="index")
-            logger.exception("the index could not be taken in")
-        self._stats.add("index_polls", outcome=outcome)
-        self._stats.set("index_items", self._listing.items)
-
-    async def _look(self, namespace: Namespace) -> str:
-        key = namespace.index_key
-        known_key, known = self._known
-        etag = known if key == known_key else ""
-        found = await self._store.get(key, into=_buffer, if_none_match=etag or None)
-        if found is None:
-            self._known = ("", "")
-            self._listing.drop()
-            return "absent"
-        if etag and found.info.etag == etag:
-            return "unchanged"
-        self._known = (key, found.info.etag)  # a refused one need not be read twice either
-        name = namespace.prefix.rpartition("/")[2]
-        self._listing.load(await self._read(found.body, name), max_age=self._max_age)
-        self._quiet.over()
-        return "loaded"
-
-    async def _read(self, body: memoryview, name: str) -> Index:
         def read() -> Index:
-            return read_index(body, namespace=name, now=time.time(), keyring=self._keyring)
+            return read_index(body, namespace=name, now=time.time(), keyring=keyring)
 
-        return await asyncio.to_thread(read)
+        listing.load(await asyncio.to_thread(read), max_age=max_age)
 
-
-def _buffer(nbytes: int) -> memoryview:
-    if nbytes > MAX_INDEX_BYTES:
-        raise IndexObjectError(f"{nbytes} bytes, more than {MAX_INDEX_BYTES}")
-    return memoryview(bytearray(nbytes))
+    return Poll(
+        store,
+        _FOLLOWED,
+        key=lambda: namespace().index_key,
+        take=take,
+        count=lambda outcome: stats.add("index_polls", outcome=outcome),
+        stats=stats,
+        period=period,
+        timeout=READ_SECONDS,
+        lost=listing.drop,
+        looked=lambda: stats.set("index_items", listing.items),
+    )

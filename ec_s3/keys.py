@@ -40,6 +40,7 @@ _REQUEST_LOCAL = re.compile(
 )
 _CONTENT_HASH = re.compile(r"(?:.+:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 _SALT_CONTEXT = b"ec_s3 namespace salt"
+_SALTED, _PLAIN = "\0salt\0", "\0plain\0"  # names under a cache salt, and those made to look so
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,7 @@ class Namespace:
                 f"dtype={self.dtype!r} (namespace) is unknown; use one of {', '.join(DTYPE_BYTES)}"
             )
         object.__setattr__(self, "model", model)
-        fingerprint = hashlib.sha256(_canonical(self._identity())).hexdigest()[:16]
-        object.__setattr__(self, "fingerprint", fingerprint)
+        object.__setattr__(self, "fingerprint", fingerprint_of(self._identity()))
         object.__setattr__(self, "slug", _slug(model))
 
     @property
@@ -185,9 +185,26 @@ class Namespace:
             "model": self.model,
             "quantization": self.quantization,
             "revision": self.revision,
-            "salt": _salt_hmac(self.salt),
+            "salt": salt_hmac(self.salt),
             "weight_version": self.weight_version,
         }
+
+
+def fingerprint_of(identity: Mapping[str, object]) -> str:
+    """The fingerprint of what a manifest's member `namespace` says, 16 hex digits."""
+    return hashlib.sha256(_canonical(identity)).hexdigest()[:16]
+
+
+def bind(identifier: str, cache_salt: str | None) -> str:
+    """The name of an identifier under a request's cache salt; injective."""
+    if not cache_salt:
+        return f"{_PLAIN}{identifier}" if identifier.startswith("\0") else identifier
+    return f"{salted_names(cache_salt)}{identifier}"
+
+
+def salted_names(cache_salt: str) -> str:
+    """How all names under a request's cache salt begin, and no others."""
+    return f"{_SALTED}{hashlib.sha256(_utf8(cache_salt)).hexdigest()}\0"
 
 
 def identifier_digest(identifier: str) -> str:
@@ -237,7 +254,8 @@ def _canonical(value: Mapping[str, object]) -> bytes:
     return _utf8(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
 
 
-def _salt_hmac(salt: str) -> str:
+def salt_hmac(salt: str) -> str:
+    """What a manifest says of a namespace's salt; empty for none."""
     if not salt:
         return ""
     # HMAC pads its key with zero bytes; the digest keeps "s" and "s\0" apart.

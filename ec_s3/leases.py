@@ -71,6 +71,8 @@ class _Holder:
             raise ValueError(f"bytes {offset} to {stop} of {self.nbytes}")
         if self._ended:
             raise ClosedError(f"{type(self).__name__} used after its end")
+        if len(self.extents) == 1 and offset < stop:  # nearly always
+            return [self._slab.view(Extent(self.extents[0].offset + offset, stop - offset))]
         return [self._slab.view(extent) for extent in _cut(self.extents, offset, stop)]
 
     def __enter__(self) -> Self:

@@ -87,6 +87,14 @@ class _Order:
         else:
             newer.older = entry
 
+    def insert_oldest(self, entry: Entry) -> None:
+        entry.newer, entry.older = self._oldest, None
+        if self._oldest is None:
+            self._newest = entry
+        else:
+            self._oldest.older = entry
+        self._oldest = entry
+
     def remove(self, entry: Entry) -> None:
         older, newer = entry.older, entry.newer
         if older is None:
@@ -103,8 +111,8 @@ class _Order:
 class LocalTier:
     """An LRU of tensors in the populated part of one slab; thread-safe.
 
-    A use is a commit or a lookup. Only ready entries without a lease are evicted, least recently
-    used first, and those that another tier has (clean) before those that none has (dirty).
+    A use is a commit, a lookup or a `use`. Only ready entries without a lease are evicted, least
+    recently used first, and those that another tier has (clean) before those that none has (dirty).
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -122,8 +130,14 @@ class LocalTier:
         self._evictions = 0
         self._dirty_evictions = 0
 
-    def reserve(self, key: str, nbytes: int) -> Reservation | None:
+    def reserve(self, key: str, nbytes: int, *, spare: bool = False) -> Reservation | None:
         """Take pages for a tensor, evicting what is needed; any number of times per key.
+
+        Args:
+            key: what the entry will be called.
+            nbytes: size of the tensor.
+            spare: nobody has asked for it. Nothing is evicted, and the entry is the first to go
+                until it is used.
 
         Returns:
             None when there is no room now (pages in use or not yet populated); nothing was
@@ -140,7 +154,7 @@ class LocalTier:
             raise CapacityError(f"{nbytes} bytes never fit a tier of {self._slab.nbytes}")
         with self._lock:
             self._pages.grow(self._slab.populated_bytes)
-            if size > self._pages.free_bytes + self._idle_bytes:
+            if size > self._pages.free_bytes + (0 if spare else self._idle_bytes):
                 return None
             self._evict(size - self._pages.free_bytes)
             extents = self._pages.allocate(size)
@@ -152,7 +166,7 @@ class LocalTier:
                 extents,
                 key=key,
                 nbytes=nbytes,
-                commit=self._commit,
+                commit=self._commit_unused if spare else self._commit,
                 abort=self._abort,
             )
 
@@ -170,6 +184,13 @@ class LocalTier:
             if touch:
                 self._touch(entry)
             return self._lease(entry)
+
+    def use(self, key: str) -> None:
+        """Count a use of a ready entry that somebody else has leased for its user."""
+        with self._lock:
+            entry = self._index.get(key)
+            if entry is not None:
+                self._touch(entry)
 
     def contains(self, key: str) -> bool:
         """Whether a lookup would find the key now."""
@@ -245,19 +266,26 @@ class LocalTier:
             self._idle_bytes -= entry.size
             self._pages.free(entry.extents)
 
-    def _commit(self, entry: Entry) -> Lease:
+    def _commit_unused(self, entry: Entry) -> Lease:
+        """Locked."""
+        return self._commit(entry, used=False)
+
+    def _commit(self, entry: Entry, *, used: bool = True) -> Lease:
         """Locked."""
         self._reserved_bytes -= entry.size
         winner = self._index.setdefault(entry.key, entry)
         if winner is entry:
             entry.indexed = True
-            self._uses += 1
-            entry.last_use = self._uses
-            self._order(entry).insert(entry)
+            if used:
+                self._uses += 1
+                entry.last_use = self._uses
+                self._order(entry).insert(entry)
+            else:
+                self._order(entry).insert_oldest(entry)
             self._idle_bytes += entry.size
             if entry.dirty:
                 self._dirty_bytes += entry.size
-        else:
+        elif used:
             self._touch(winner)
         return self._lease(entry)
 

@@ -19,6 +19,8 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_HUGE_BYTES = 2 << 20
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -118,6 +120,29 @@ def populate(mapping: mmap.mmap, start: int, nbytes: int, *, write: bool) -> int
     # Not mapping.madvise: that one holds the GIL for as long as the kernel populates.
     code: int = _LIBC.madvise(address(mapping) + start, nbytes, advice)
     return ctypes.get_errno() if code else 0
+
+
+def enlarge(mapping: mmap.mmap, start: int, nbytes: int) -> bool:
+    """Back a part with huge pages, for writing: copies then wait for no page table.
+
+    Blocks, without the GIL; keeps the content. Works whatever the system's setting for shared
+    memory is. What cannot be enlarged is left for `populate`.
+
+    Args:
+        mapping: as for `populate`.
+        start: first byte.
+        nbytes: length of the part.
+
+    Returns:
+        Whether it was done; False on a kernel before 6.1, without memory in such pieces, or where
+        the part holds no whole huge page.
+    """
+    first = address(mapping) + start
+    pieces = range(first + -first % _HUGE_BYTES, first + nbytes - _HUGE_BYTES + 1, _HUGE_BYTES)
+    for piece in pieces:  # the kernel enlarges nothing where there is no page at all
+        if _LIBC.madvise(piece, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+            return False
+    return bool(pieces) and not _LIBC.madvise(pieces[0], len(pieces) * _HUGE_BYTES, _MADV_COLLAPSE)
 
 
 def touch(mapping: mmap.mmap, fd: int, start: int, nbytes: int) -> int:

@@ -84,6 +84,12 @@ _STORES = (Tier.DISK, Tier.REMOTE)
 _OPERATIONS = ("get", "put", "head", "list", "delete")
 _REFUSALS = ("timeout", "throttled", "denied", "unreachable", "changed", "failed")
 
+NAMESPACE_LABELS = (
+    *("namespace", "dtype", "model", "revision", "quantization", "weight_version", "adapter"),
+    *("encoder_config", "hash_scheme", "salt", "key_version"),
+    *("model_argument", "mm_processor_kwargs", "media_io_kwargs", "vllm"),
+)
+
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -169,6 +175,30 @@ METRICS: Mapping[str, Metric] = {
             "that turned out to be there when they were put.",
             outcome=("absent", "wrong"),
         ),
+        _counter(
+            "warm_start_items",
+            "Items that the warm start has looked at: brought into host memory, there already, or "
+            "not to be had.",
+            outcome=("loaded", "present", "failed"),
+        ),
+        _counter("warm_start_bytes", "Tensor bytes that the warm start has loaded.", tier=_STORES),
+        _gauge("warm_start_running", "1 while the warm start goes on, else 0."),
+        _counter(
+            "refreshed_objects",
+            "Objects that were served when they were old: written again; left alone as they turned "
+            "out to be young, had changed or were gone, or may not be written; or not written.",
+            outcome=("written", "young", "changed", "refused", "failed"),
+        ),
+        _counter(
+            "audits",
+            "Items that were found and encoded all the same, by what the comparison gave; "
+            "`skipped` ones could not be compared then.",
+            outcome=("same", "close", "different", "skipped"),
+        ),
+        _gauge(
+            "audit_worst_cosine",
+            "Least cosine of an audited row with its stored counterpart, since the start.",
+        ),
         _gauge(
             "switched_off",
             "1 while nothing is served or saved, by cause, else 0.",
@@ -205,13 +235,22 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "errors",
             "Unexpected exceptions; each is a bug.",
-            where=("scheduler", "worker", "engine", "fetch", "upload", "control", "index"),
+            where=(
+                *("scheduler", "worker", "engine", "fetch", "upload", "control", "index"),
+                *("warm_start", "refresh", "audit"),
+            ),
         ),
         _gauge(
             "info",
             "Always 1; its labels name the release and the format that it writes.",
             version=(),
             wire=(),
+        ),
+        _gauge(
+            "namespace_info",
+            "Always 1; its labels name the namespace that the engine was started with and what it "
+            "is made of, the salt as an HMAC, for jobs that must agree with it.",
+            **dict.fromkeys(NAMESPACE_LABELS, ()),
         ),
     )
 }

@@ -57,7 +57,7 @@ class Stats:
         Raises:
             KeyError: no such counter, or a label that it does not allow.
         """
-        key = (name, _metric(name, "counter").series(labels))
+        key = _series(name, "counter", tuple(labels.items()))
         with self._lock:
             self._increase(key, value)
 
@@ -67,7 +67,7 @@ class Stats:
         Raises:
             KeyError: as `add`.
         """
-        key = (name, _metric(name, "gauge").series(labels))
+        key = _series(name, "gauge", tuple(labels.items()))
         with self._lock:
             self._assign(key, value)
 
@@ -77,9 +77,8 @@ class Stats:
         Raises:
             KeyError: as `add`.
         """
-        metric = _metric(name, "histogram")
-        key = (name, metric.series(labels))
-        bucket = bisect_left(metric.buckets, seconds)
+        key = _series(name, "histogram", tuple(labels.items()))
+        bucket = bisect_left(METRICS[name].buckets, seconds)
         with self._lock:
             for histogram in self._targets(key):
                 histogram.counts[bucket] += 1
@@ -223,11 +222,12 @@ def observations(metric: Metric, value: Sequence[Sequence[float]]) -> Iterator[f
             yield min(total / count, bound)
 
 
-def _metric(name: str, kind: Kind) -> Metric:
+@lru_cache(maxsize=4096)  # this is most of what counting costs
+def _series(name: str, kind: Kind, labels: tuple[tuple[str, str], ...]) -> _Key:
     metric = METRICS[name]
     if metric.kind != kind:
         raise KeyError(f"{name} is a {metric.kind}, not a {kind}")
-    return metric
+    return name, metric.series(dict(labels))
 
 
 def _empty(metric: Metric) -> _Histogram:

@@ -117,10 +117,11 @@ class Slab:
         `populated_bytes` then stays where it is. One call at a time.
         """
         # Held for the whole call: close() must not unmap the pages under the kernel's hands.
-        mapping = self._mapping
+        mapping, huge = self._mapping, self._owner
         while mapping is not None and self._populated < self.nbytes and not self.closed:
             start = self._populated
             length = min(step, self.nbytes - start)
+            huge = huge and memfd.enlarge(mapping, start, length)  # a refusal stays one
             code = memfd.populate(mapping, start, length, write=self._owner)
             if code == errno.EINVAL:  # a kernel before 5.14
                 code = self._touch(mapping, start, length)

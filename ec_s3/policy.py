@@ -211,3 +211,28 @@ class TokenBucket:
         wait = max(0.0, -self._level / self._rate)
         self._level -= nbytes
         return wait
+
+
+class Probing:
+    """Whether to ask a store for an item before sending it; learns from what it said of others.
+
+    A question is lost time where nothing is there yet, and spares a whole body where it is. So it
+    is asked until `limit` items in a row were absent, then only for each `limit`-th, and for all
+    again once one is found.
+    """
+
+    def __init__(self, limit: int = 16) -> None:
+        self._limit = limit
+        self._absent = 0
+        self._passed = 0
+
+    def wanted(self) -> bool:
+        """Whether to ask for the next item."""
+        if self._absent < self._limit:
+            return True
+        self._passed = (self._passed + 1) % self._limit
+        return self._passed == 0
+
+    def learn(self, *, present: bool) -> None:
+        """The store had an item, or lacked it."""
+        self._absent = 0 if present else self._absent + 1

@@ -60,8 +60,13 @@ class EnginePort(Protocol):
         """Ask for pages to save an item into; answered by `Granted`."""
         ...
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
-        """The reservation holds the item now: make it ready, upload it. Ends the ticket."""
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
+        """The reservation holds the item now: make it ready, upload it. Ends the ticket.
+
+        With `compare` it is only compared with what is there, and neither kept nor uploaded.
+        """
         ...
 
     def release(self, ticket: int) -> None:
@@ -138,6 +143,20 @@ class ThreadPort:
         """See `EnginePort.alive`."""
         return not self._closed
 
+    @property
+    def cache(self) -> EncoderCache:
+        """The engine itself, for who shares its process; see there what any thread may call."""
+        return self._cache
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Wait for the uploads, at most `timeout` seconds and a little. Not for a scheduler.
+
+        Raises:
+            ClosedError: the port is closed.
+            TimeoutError: the engine does not answer.
+        """
+        return self._loop.run(self._cache.flush(timeout), timeout=timeout + CLOSE_GRACE)
+
     def want(self, want: Want) -> None:
         """See `EnginePort.want`."""
         self._desk.want(want)
@@ -146,9 +165,11 @@ class ThreadPort:
         """See `EnginePort.reserve`."""
         self._desk.reserve(ticket, identifier, nbytes)
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
         """See `EnginePort.filled`."""
-        self._desk.filled(ticket, spec, meta)
+        self._desk.filled(ticket, spec, meta, compare=compare)
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""

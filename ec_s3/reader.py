@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import ClosedError, RemoteError
-from ec_s3.fetch import OVERSIZED, Miss, PrivateItem
+from ec_s3.existence import Existence
+from ec_s3.fetch import NO_SPARE, OVERSIZED, Miss, PrivateItem
 from ec_s3.singleflight import SingleFlight
 from ec_s3.types import Expectation, MissReason, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from collections.abc import Set as AbstractSet
 
     from ec_s3.config import ECConfig
     from ec_s3.fetch import Fetcher
     from ec_s3.gate import Gate
-    from ec_s3.local import Lease, LocalTier
+    from ec_s3.local import Lease
     from ec_s3.metrics import Stats
-    from ec_s3.presence import Presence, Refused
-    from ec_s3.store import Store
-    from ec_s3.types import ObjectInfo
-    from ec_s3.writeback import DiskWriteback
+    from ec_s3.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +65,6 @@ def release_all(items: Iterable[Lease | PrivateItem | Miss]) -> None:
             item.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """What a reader reads from, and what it remembers of it."""
-
-    local: LocalTier
-    disk: Store | None
-    remote: Store | None
-    writeback: DiskWriteback | None
-    presence: Presence
-    refused: Refused
-
-
 class Reader:
     """The reading half of the engine.
 
@@ -91,6 +78,7 @@ class Reader:
 
     Attributes:
         tiers: as given.
+        existence: whether they hold an item, without reading it.
     """
 
     def __init__(
@@ -114,7 +102,7 @@ class Reader:
         self._flights: SingleFlight[_Found | Miss] = SingleFlight(
             _share, _drop, called_off=lambda: Miss(MissReason.ABSENT)
         )
-        self._probes: SingleFlight[bool] = SingleFlight(bool, lambda _: None)
+        self.existence = Existence(config, gate, tiers=tiers, clock=clock)
         self._background: set[asyncio.Task[None]] = set()
 
     async def acquire(
@@ -163,6 +151,8 @@ class Reader:
         if refusal is not None:
             _drop(result)
             result = Miss(refusal)
+        elif not isinstance(result, Miss):
+            self.tiers.local.use(key)  # it may have been fetched for nobody
         return self._answer(result, expect)
 
     async def _fly(
@@ -172,9 +162,31 @@ class Reader:
             return self._load(key, identifier, resident=resident)
 
         result = await self._flights.run(key, load, wanted=wanted)
-        if result is OVERSIZED and not resident:  # somebody else's flight, who had no use for it
+        # Somebody else's flight, who had no use for it, or might not make room for it.
+        if result is NO_SPARE or (result is OVERSIZED and not resident):
             result = await self._flights.run(key, load, wanted=wanted)
         return result
+
+    async def preload(self, key: str) -> Lease | PrivateItem | Miss:
+        """An item that nobody has asked for, by its key; counts as no query.
+
+        It takes only host memory that is free, and is the first to be evicted until it is used. It
+        takes no place from those who fetch for a request, and does not go to the disk tier.
+        """
+        since = self._gate.now
+        refusal = self._gate.refusal(key, since)
+        if refusal is not None:
+            return Miss(refusal)
+        result = await self._flights.run(key, lambda: self._load(key, None, resident=True))
+        refusal = self._gate.refusal(key, since)
+        if refusal is not None:
+            _drop(result)
+            return Miss(refusal)
+        return result if isinstance(result, Miss) else result.item
+
+    def is_busy(self, *, but: AbstractSet[str]) -> bool:
+        """Whether anything but these keys is being fetched."""
+        return not self._flights.keys() <= but
 
     async def acquire_many(
         self, identifiers: Iterable[str], *, expect: Expectation, timeout: float | None
@@ -199,12 +211,18 @@ class Reader:
         if isinstance(result, Miss):
             self._stats.add("misses", reason=result.reason)
             return result
-        self._stats.add("hits", tier=result.tier)
-        if result.item.meta.encode_seconds:
-            self._stats.add("saved_encoder_seconds", result.item.meta.encode_seconds)
+        self.count_hit(result.item, result.tier)
         return result.item
 
-    async def _load(self, key: str, identifier: str, *, resident: bool) -> _Found | Miss:
+    def count_hit(self, item: Lease | PrivateItem, tier: Tier) -> None:
+        """An item is handed out; any thread."""
+        self._stats.add("hits", tier=tier)
+        if item.meta.encode_seconds:
+            self._stats.add("saved_encoder_seconds", item.meta.encode_seconds)
+        if self.tiers.refresher is not None:
+            self.tiers.refresher.served(item.key)
+
+    async def _load(self, key: str, identifier: str | None, *, resident: bool) -> _Found | Miss:
         try:
             return await self._search(key, identifier, resident=resident)
         except ClosedError:
@@ -214,7 +232,7 @@ class Reader:
             logger.exception("a fetch failed unexpectedly")
             return Miss(MissReason.FAILED)
 
-    async def _search(self, key: str, identifier: str, *, resident: bool) -> _Found | Miss:
+    async def _search(self, key: str, identifier: str | None, *, resident: bool) -> _Found | Miss:
         if key in self._barred:
             return Miss(MissReason.ABSENT)
         held = self.tiers.local.lookup(key)  # stored while the flight was starting
@@ -234,17 +252,21 @@ class Reader:
         return found
 
     async def _fetch(
-        self, tier: Tier, key: str, identifier: str, *, resident: bool
+        self, tier: Tier, key: str, identifier: str | None, *, resident: bool
     ) -> _Found | Miss:
         store = self.tiers.remote if tier is Tier.REMOTE else self.tiers.disk
         assert store is not None
         started = self._clock()
-        keep = self.tiers.writeback if tier is Tier.REMOTE else None
-        stats = self._stats if tier is Tier.REMOTE else None
+        asked = identifier is not None
+        keep = self.tiers.writeback if asked and tier is Tier.REMOTE else None
+        stats = self._stats if asked and tier is Tier.REMOTE else None
         try:
             # The slot bounds what bodies take in memory while they wait to be decoded; the time
             # limit frees it from a store that has none of its own, when all callers are gone.
-            async with self._fetches, asyncio.timeout(self._config.metadata_timeout):
+            async with (
+                self._fetches if asked else contextlib.nullcontext(),
+                asyncio.timeout(self._config.metadata_timeout),
+            ):
                 if stats is not None:
                     stats.observe("fetch_seconds", self._clock() - started, phase="queue")
                 item = await self._fetcher.fetch(
@@ -263,10 +285,12 @@ class Reader:
         if isinstance(item, Miss):
             await self._missed(tier, key, item)
             return item
-        self._stats.observe("load_seconds", self._clock() - started, tier=tier)
-        self._stats.add("load_bytes", item.spec.nbytes, tier=tier)
+        if asked:
+            self._stats.observe("load_seconds", self._clock() - started, tier=tier)
+            self._stats.add("load_bytes", item.spec.nbytes, tier=tier)
+        if stats is not None:
+            stats.add("download_bytes", item.spec.nbytes, kind="raw")
         if tier is Tier.REMOTE:
-            self._stats.add("download_bytes", item.spec.nbytes, kind="raw")
             self.tiers.presence.set(key, present=True, now=self._clock())
             self.tiers.refused.forget(key)
         return _Found(item, tier)
@@ -287,59 +311,6 @@ class Reader:
                 self.tiers.refused.add(key, miss.etag)
             else:
                 self.tiers.refused.forget(key)
-
-    async def contains_many(
-        self, identifiers: Iterable[str], *, timeout: float | None = None
-    ) -> Mapping[str, bool]:
-        """Existence of many items at once, asked for in parallel."""
-        names = list(dict.fromkeys(identifiers))
-        found = await asyncio.gather(*(self.contains(i, timeout=timeout) for i in names))
-        return dict(zip(names, found, strict=True))
-
-    async def contains(self, identifier: str, *, timeout: float | None = None) -> bool:
-        """Whether some tier holds the item; False when that cannot be found out in time."""
-        since = self._gate.now
-        key = since.namespace.object_key(identifier)
-        if self._gate.refusal(key, since) is not None:
-            return False
-        if self.tiers.local.contains(key):
-            return True
-        limit = self._config.blocking_timeout if timeout is None else timeout
-        try:
-            async with asyncio.timeout(limit):
-                found = await self._probes.run(key, lambda: self._probe(key))
-                return found and self._gate.refusal(key, since) is None
-        except (TimeoutError, RemoteError):
-            return False
-
-    async def _probe(self, key: str) -> bool:
-        if self.tiers.disk is not None:
-            with contextlib.suppress(RemoteError):
-                info = await self.tiers.disk.head(key)
-                if info is not None and not self._is_stale(info):
-                    return True
-        return await self.in_bucket(key)
-
-    async def in_bucket(self, key: str) -> bool:
-        """Whether the bucket holds the key, from a short-lived memory or a HEAD.
-
-        Raises:
-            RemoteError: the bucket cannot say.
-        """
-        if self.tiers.remote is None:
-            return False
-        known = self.tiers.presence.get(key, now=self._clock())
-        if known is None:
-            info = await self.tiers.remote.head(key)
-            if info is not None and self._is_stale(info):
-                self.tiers.refused.add(key, info.etag)
-            known = info is not None and not self.tiers.refused.knows(key, info.etag)
-            self.tiers.presence.set(key, present=known, now=self._clock())
-        return known
-
-    def _is_stale(self, info: ObjectInfo) -> bool:
-        """Whether an object was stored, and so made, before the time from which objects count."""
-        return 0.0 < info.modified < self._gate.control.valid_after
 
     def prefetch(self, identifiers: Iterable[str]) -> None:
         """Start bringing items into the host tier; returns at once. Call on the loop."""
@@ -372,8 +343,9 @@ class Reader:
             self._barred[key] = self._barred.get(key, 0) + 1
         try:
             await self._flights.call_off(barred)
-            if self.tiers.writeback is not None:
-                await self.tiers.writeback.call_off(barred)
+            for writer in (self.tiers.writeback, self.tiers.refresher):
+                if writer is not None:
+                    await writer.call_off(barred)
             yield
         finally:
             for key in barred:
@@ -382,9 +354,12 @@ class Reader:
                     del self._barred[key]
 
     def under_way(self) -> set[str]:
-        """Keys that are being fetched, or written to the disk."""
-        writeback = self.tiers.writeback
-        return self._flights.keys() | (writeback.keys() if writeback is not None else set())
+        """Keys that are being fetched, or written to the disk or to the bucket again."""
+        keys = self._flights.keys()
+        for writer in (self.tiers.writeback, self.tiers.refresher):
+            if writer is not None:
+                keys |= writer.keys()
+        return keys
 
     async def close(self) -> None:
         """Cancel every fetch and wait until the last one has let go of its memory, or a little."""
@@ -393,7 +368,7 @@ class Reader:
             task.cancel()
         await asyncio.gather(
             self._flights.close(STOP_SECONDS),
-            self._probes.close(STOP_SECONDS),
+            self.existence.close(STOP_SECONDS),
             *background,
             return_exceptions=True,
         )

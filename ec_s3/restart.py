@@ -118,11 +118,13 @@ class RestartingPort:
             self._reserving.add(ticket)
             self._port.reserve(ticket, identifier, nbytes)
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
         """See `EnginePort.filled`; what a dead engine had reserved is not kept."""
         with self._lock:
             if self._end(ticket) and self._port is not None:
-                self._port.filled(ticket, spec, meta)
+                self._port.filled(ticket, spec, meta, compare=compare)
 
     def release(self, ticket: int) -> None:
         """See `EnginePort.release`."""

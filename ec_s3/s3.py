@@ -17,7 +17,7 @@ import random
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
@@ -39,11 +39,13 @@ from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 from ec_s3.url import S3Location, S3Options, check_key, is_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from types_aiobotocore_s3.client import S3Client
 
     from ec_s3.store import Buffer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,11 @@ class S3Store:
     that a plain PUT succeeded where the conditional one was refused.
     """
 
-    def __init__(self, location: S3Location, options: S3Options | None = None) -> None:
+    def __init__(
+        self, location: S3Location, options: S3Options | None = None, *, any_key: bool = False
+    ) -> None:
         self._location = location
+        self._any_key = any_key  # also those that no store of ours would write
         self._options = options or S3Options()
         direct = partial(direct_client, location=location, options=self._options)
         self._connection = Connection(
@@ -128,7 +133,8 @@ class S3Store:
         """Read an object or a range of it; a body that breaks off is continued from there."""
         download = Download(key, into, start=start, length=length, etag=if_match or "")
         known: dict[str, Any] = {"IfNoneMatch": if_none_match} if if_none_match else {}
-        async with self._call("get", key) as call:
+
+        async def read(call: _Call) -> GetResult | None:
             if length is not None and length <= 0:
                 return await self._empty_range(call, download)
             for attempt in range(_BODY_ATTEMPTS):
@@ -153,6 +159,8 @@ class S3Store:
             assert download.failure is not None
             raise download.failure
 
+        return await self._call("get", key, read)
+
     async def put(
         self,
         key: str,
@@ -163,34 +171,34 @@ class S3Store:
     ) -> PutOutcome:
         """Write one object; waits first while the store asks for a slower pace."""
         body = Body(parts)
-        condition: dict[str, Any] = {}
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         if if_match is not None:
             condition = {"IfMatch": if_match}
-        elif if_absent:
-            condition = {"IfNoneMatch": "*"}
-        async with self._call("put", key, nbytes=body.nbytes) as call:
+
+        async def write(call: _Call) -> PutOutcome:
             await self._pace.wait()
             outcome = await self._put(call, body, condition)
             self._pace.faster()
             return outcome
 
+        return await self._call("put", key, write, nbytes=body.nbytes)
+
     async def head(self, key: str) -> ObjectInfo | None:
         """Describe an object, None when there is none."""
-        async with self._call("head", key) as call:
-            return await self._head(call)
+        return await self._call("head", key, self._head)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Objects below the prefix in key order; keys that no store of ours wrote are left out."""
         cut = len(self._location.object_key(""))
-        page: dict[str, Any] = {"Prefix": self._location.object_key(prefix)}
+        bucket, begin = self._location.bucket, self._location.object_key(prefix)
+        page: dict[str, Any] = {"Bucket": bucket, "Prefix": begin}
         while True:
-            async with self._call("list", prefix) as call:
-                answer: Any = await call.client.list_objects_v2(
-                    Bucket=call.target["Bucket"], **page
-                )
+            answer: Any = await self._call(
+                "list", prefix, lambda call: call.client.list_objects_v2(**page)
+            )
             for entry in answer.get("Contents", ()):
                 key = entry["Key"][cut:]
-                if is_key(key):
+                if self._any_key or is_key(key):
                     yield ObjectInfo(
                         key, entry["Size"], entry.get("ETag", ""), entry["LastModified"].timestamp()
                     )
@@ -206,8 +214,7 @@ class S3Store:
         async def work() -> None:
             for key in waiting:
                 try:
-                    async with self._call("delete", key) as call:
-                        await self._delete(call)
+                    await self._call("delete", key, self._delete)
                 except RemoteError as exc:
                     failed[key] = str(exc)
 
@@ -233,19 +240,22 @@ class S3Store:
                 await asyncio.wait_for(self._drained.wait(), _CLOSE_SECONDS)
         await self._connection.aclose()
 
-    @contextlib.asynccontextmanager
-    async def _call(self, operation: str, key: str, *, nbytes: int = 0) -> AsyncIterator[_Call]:
+    async def _call(
+        self, operation: str, key: str, work: Callable[[_Call], Awaitable[T]], *, nbytes: int = 0
+    ) -> T:
         """One call: its deadline, its client, and the mapping of what goes wrong in it."""
+        # No context manager: an asynchronous generator would cost each request 5 us.
         if self._closed:
             raise ClosedError("the store is closed")
-        if operation != "list":
+        if operation != "list" and not self._any_key:
             check_key(key)
         target = {"Bucket": self._location.bucket, "Key": self._location.object_key(key)}
         try:
             async with asyncio.timeout(self._seconds(nbytes)) as deadline:
                 self._calls.add(deadline)
                 try:
-                    yield _Call(await self._connection.client(), key, target, deadline)
+                    client = await self._connection.client()
+                    return await work(_Call(client, key, target, deadline))
                 finally:
                     self._calls.discard(deadline)
         except ECS3Error:
@@ -268,9 +278,9 @@ class S3Store:
         """More time for a large body, once its size is known."""
 
         def grant(nbytes: int) -> None:
-            when = call.deadline.when()
-            if when is not None and not self._closed:
-                call.deadline.reschedule(when + self._seconds(nbytes) - self._seconds(0))
+            more, when = self._seconds(nbytes) - self._seconds(0), call.deadline.when()
+            if more and when is not None and not self._closed:
+                call.deadline.reschedule(when + more)
 
         return grant
 

@@ -39,8 +39,8 @@ _ENV_NAMES = {"config": "config_file"}
 _GIB = 1 << 30
 _CREDENTIAL = re.compile(r"access_?key|secret|session_?token|password|credential", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b|[kmgt]i|b)?", re.IGNORECASE | re.ASCII)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?", re.IGNORECASE | re.ASCII)
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.IGNORECASE | re.ASCII)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _AWS_HOST = re.compile(
     r"(?P<bucket>.+)\.s3(?:express-[a-z0-9-]+)?[.-](?P<region>[a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com"
 )
@@ -124,6 +124,20 @@ def read_lmcache(environ: Mapping[str, str]) -> Layer:
     return _translate(raw)
 
 
+def read_lmcache_file(path: Path) -> tuple[Layer, Layer]:
+    """Every setting of an LMCache file: as it is spelt there, and translated to ours.
+
+    Unlike `read_lmcache` it takes those of the KV cache too, where the encoder cache has none.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value cannot be translated.
+    """
+    document, prefixed, nested = _split(path)
+    values = {**document, **prefixed, **nested}
+    raw = {name: Located(value, f"file {path}") for name, value in values.items()}
+    return raw, _translate(raw)
+
+
 def parse_size(value: object) -> int:
     """Bytes from an int or a text such as `8GiB`, `512MiB`, `1GB`, `8Gi`.
 
@@ -152,7 +166,7 @@ def parse_rate(value: object) -> int | None:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds from a number or a text such as `250ms`, `2s`, `1m`.
+    """Seconds from a number or a text such as `250ms`, `2s`, `1m`, `30d`.
 
     Raises:
         ValueError: anything else, negative and infinite numbers included.
@@ -163,6 +177,11 @@ def parse_duration(value: object) -> float:
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
         return float(match[1]) * _SECONDS[(match[2] or "s").lower()]
     raise ValueError("not a duration: write seconds, or a number with a unit such as '250ms'")
+
+
+def parse_lifetime(value: object) -> float | None:
+    """Seconds from what `parse_duration` takes; None stays None."""
+    return None if value is None else parse_duration(value)
 
 
 def parse_count(value: object) -> int:

@@ -8,7 +8,7 @@ store's own prefix, ASCII, and never the folder of another key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,20 +38,28 @@ class GetResult:
 class Progress(Protocol):
     """An `into` of `Store.get` that wants to use a body's beginning before its end is there.
 
-    A store may tell it; whoever relies on that waits for the call's return.
+    Whoever relies on what it is told waits for the call's return all the same.
     """
+
+    def answered(self, info: ObjectInfo) -> None:
+        """The body will be of this object: `GetResult.info`, told once before the buffer's call."""
+        ...
 
     def __call__(self, nbytes: int) -> memoryview:
         """The buffer; see `Store.get`."""
         ...
 
-    def arrived(self, nbytes: int) -> int:
-        """So many bytes of the body are in the buffer, and will not change; first told 0.
+    def arrived(self, nbytes: int) -> None:
+        """So many bytes of the body are in the buffer, and will not change.
 
-        Returns:
-            How many there should be when it is told again.
+        Cheap, and told as often as a store likes; it need not tell at all.
         """
         ...
+
+
+def progress_of(into: Callable[[int], memoryview]) -> Progress | None:
+    """The `into` as what it is told through, None when it does not want to be told."""
+    return cast("Progress", into) if hasattr(into, "answered") else None  # isinstance takes 20 us
 
 
 class Store(Protocol):
@@ -75,6 +83,7 @@ class Store(Protocol):
             key: object key below the store's prefix.
             into: called once with the number of bytes to come (after the answer's header);
                 returns a writable buffer of at least that size. May raise `ECS3Error` to refuse.
+                A `Progress` is told more.
             start: first byte.
             length: bytes wanted, None for all up to the end.
             if_match: ETag that the object must still have.

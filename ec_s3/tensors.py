@@ -1,13 +1,16 @@
 """Tensors as bytes and back: the dtype table's torch side.
 
 Pure functions on any thread. With `pages` the only importer of torch in the core. Must never read
-the storage behind a view: the bytes are those of the tensor alone, in row-major order.
+the storage behind a view: the bytes are those of the tensor alone, in row-major order. Bytes in CPU
+memory are copied by NumPy, in the calling thread and without the GIL: torch would have a pool of
+OpenMP threads for each calling thread, which wait by spinning, for milliseconds after each copy.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ec_s3.types import DTYPE_BYTES, TensorSpec
@@ -96,12 +99,12 @@ def copy_out(
     """
     if sum(len(segment) for segment in segments) != spec.nbytes:
         raise ValueError(f"segments do not have the {spec.nbytes} bytes of {spec}")
-    if len(segments) == 1:
+    if len(segments) == 1 and torch.device(device).type != "cpu":
         return from_bytes(segments[0], spec).to(device, copy=True)
     tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-    flat, start = tensor.reshape(-1).view(torch.uint8), 0
+    flat, start = tensor.reshape(-1).view(torch.uint8).numpy(), 0
     for segment in segments:
-        flat[start : start + len(segment)].copy_(_uint8(segment))
+        flat[start : start + len(segment)] = np.asarray(segment)
         start += len(segment)
     return tensor.to(device)
 
@@ -115,18 +118,15 @@ def copy_in(tensor: torch.Tensor, segments: Sequence[memoryview]) -> None:
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"needs a dense tensor, not {tensor.layout}")
-    if len(segments) == 1:
+    if len(segments) == 1 and not (tensor.device.type == "cpu" and tensor.is_contiguous()):
         from_bytes(segments[0], spec_of(tensor)).copy_(tensor.detach())
         return
-    flat, start = _uint8(as_bytes(tensor.detach().cpu())), 0
+    flat, start = np.asarray(as_bytes(tensor.detach().cpu())), 0
+    if flat.nbytes != sum(len(segment) for segment in segments):
+        raise ValueError(f"the memory does not have the {flat.nbytes} bytes of the tensor")
     for segment in segments:
-        _uint8(segment).copy_(flat[start : start + len(segment)])
+        np.asarray(segment)[:] = flat[start : start + len(segment)]
         start += len(segment)
-
-
-def _uint8(view: memoryview) -> torch.Tensor:
-    """A tensor over the bytes of a view; torch refuses an empty one."""
-    return torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0).byte()
 
 
 def _flat(tensor: torch.Tensor) -> memoryview:

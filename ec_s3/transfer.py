@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 from ec_s3.direct import IncomingBody
 from ec_s3.errors import RemoteChangedError, RemoteUnavailableError
 from ec_s3.failures import BODY_ERRORS, SDK_ERRORS, status_of
-from ec_s3.store import GetResult
+from ec_s3.store import GetResult, progress_of
 from ec_s3.transport import Body
 from ec_s3.types import ObjectInfo
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from types_aiobotocore_s3.client import S3Client
+
+    Told = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,11 @@ def object_info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
 class _Incoming(Protocol):
     """A body on its way; `close` it wherever reading stops."""
 
-    async def readinto(self, view: memoryview) -> int:
-        """Receive up to as many bytes as the view holds; 0 at the end of the body."""
+    async def readinto(self, view: memoryview, told: Told | None) -> int:
+        """Receive up to as many bytes as the view holds; 0 at the end of the body.
+
+        `told` may hear of those that come before the last.
+        """
         ...
 
     def close(self) -> None: ...
@@ -56,7 +61,8 @@ class _SdkBody:
     def __init__(self, response: Any) -> None:
         self._response = response
 
-    async def readinto(self, view: memoryview) -> int:
+    async def readinto(self, view: memoryview, told: Told | None) -> int:
+        del told  # every piece comes by itself, and is told by who asked for it
         chunk = await self._response.content.readany()
         if len(chunk) > view.nbytes:
             return 0  # more than was announced
@@ -91,14 +97,13 @@ class Download:
         self.failure: Exception | None = None
         self._key = key
         self._into = into
-        self._tells: Callable[[int], int] | None = getattr(into, "arrived", None)  # a `Progress`
+        self._progress = progress_of(into)
         self._start = start
         self._length = length
         self._etag = etag
         self._info: ObjectInfo | None = None
         self._view = memoryview(b"")
         self._received = 0
-        self._stop = 0  # how far to read before `_into` is told
 
     @property
     def started(self) -> bool:
@@ -136,22 +141,22 @@ class Download:
         try:
             self._accept(answer, grant)
             self.failure = None
+            told = self._tell if self._progress is not None else None
             while not self.complete:
-                # The SDK's bodies come in pieces as they are.
-                stop = self._stop if isinstance(body, IncomingBody) else self._view.nbytes
-                count = await body.readinto(self._view[self._received : stop])
+                count = await body.readinto(self._view[self._received :], told)
                 if not count:
                     raise self._protocol("sent a body of another length than announced")
+                if told is not None:
+                    told(count)
                 self._received += count
-                self._tell()
         except BODY_ERRORS as exc:
             self.failure = exc
         finally:
             body.close()
 
-    def _tell(self) -> None:
-        if self._tells is not None and self._received >= self._stop:
-            self._stop = self._tells(self._received)
+    def _tell(self, more: int) -> None:
+        assert self._progress is not None
+        self._progress.arrived(self._received + more)
 
     def result(self) -> GetResult:
         """What the caller gets, once complete."""
@@ -162,7 +167,7 @@ class Download:
         """The result of a range that holds no bytes of this object."""
         if self._etag and info.etag != self._etag:
             raise self._changed()
-        return GetResult(self._into(0)[:0], self._start, info)
+        return GetResult(self._buffer(info, 0), self._start, info)
 
     def _accept(self, answer: Mapping[str, Any], grant: Callable[[int], None]) -> None:
         begin, count, size = self._extent(answer)
@@ -173,14 +178,20 @@ class Download:
             raise self._protocol("ignores ranges")
         if self._info is None:
             count = count if self._length is None else min(count, self._length)
-            self._view = self._into(count)[:count]
-            if self._view.nbytes != count:
-                raise ValueError(f"the buffer for {self._key!r} is smaller than {count} bytes")
+            self._view = self._buffer(info, count)
             self._info, self._etag = info, info.etag
-            self._stop = count if self._tells is None else self._tells(0)
             grant(count)
         elif size != self._info.size or count != self._view.nbytes - self._received:
             raise self._changed()
+
+    def _buffer(self, info: ObjectInfo, count: int) -> memoryview:
+        """Tell what the body is of, and ask where it goes."""
+        if self._progress is not None:
+            self._progress.answered(info)
+        view = self._into(count)[:count]
+        if view.nbytes != count:
+            raise ValueError(f"the buffer for {self._key!r} is smaller than {count} bytes")
+        return view
 
     def _extent(self, answer: Mapping[str, Any]) -> tuple[int, int, int]:
         """First byte, number of bytes and whole size, as the answer's header has them."""

@@ -50,7 +50,7 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if len(self.shape) > MAX_RANK or any(n < 0 for n in self.shape):
+        if len(self.shape) > MAX_RANK or min(self.shape, default=0) < 0:
             raise ValueError(
                 f"shape {self.shape} has more than {MAX_RANK} dimensions or a negative one"
             )

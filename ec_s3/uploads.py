@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ec_s3.budget import ByteBudget
 from ec_s3.cancellation import run_to_end
-from ec_s3.errors import (
-    ECS3Error,
-    RemoteDeniedError,
-    RemoteError,
-    RemoteTimeoutError,
-)
+from ec_s3.errors import ECS3Error, RemoteDeniedError, RemoteError, RemoteTimeoutError
 from ec_s3.keys import parse_key
 from ec_s3.quiet import Quiet
 from ec_s3.types import FlushReport, PutOutcome
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEAD_ABOVE = 1 << 20
-"""Bodies above this follow a HEAD: a fleet that encodes the same item sends its body once."""
+"""Tensors above this follow a HEAD: a fleet that encodes the same item sends its body once."""
 
 RETRY_SECONDS = 120.0
 """How long an encoded item is kept for a store that does not answer."""
@@ -121,6 +116,7 @@ class UploadQueue:
         self._waiting: dict[str, Upload] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._withdrawn: dict[str, str] = {}  # running ones: as what they end
+        self._asked: dict[str, asyncio.Task[bool | RemoteError]] = {}
         self._closed = False
         self._private_bytes = 0
         self._arrived = asyncio.Event()
@@ -145,8 +141,7 @@ class UploadQueue:
         if self._closed:
             self._count("closed")
             return False
-        refusal = self._targets.refusal(upload.key)
-        if refusal is not None:
+        if (refusal := self._targets.refusal(upload.key)) is not None:
             self._count(refusal)
             return False
         if upload.key in self:
@@ -185,8 +180,7 @@ class UploadQueue:
         """
         ending = []
         for key in keys:
-            upload = self._waiting.pop(key, None)
-            if upload is not None:
+            if upload := self._waiting.pop(key, None):
                 self._ended(upload)
                 self._count(outcome)
             elif key in self._running:
@@ -266,10 +260,18 @@ class UploadQueue:
             if item is None:
                 self._count("evicted")
                 return
-            frame = await self._encode(upload, item)
-            await self._write(key, frame)
+            self._ask(key, nbytes)
+            await self._write(key, await self._encode(upload, item))
         finally:
             self._budget.release(nbytes)
+            if asked := self._asked.pop(key, None):
+                asked.cancel()
+
+    def _ask(self, key: str, nbytes: int) -> None:
+        """Ask whether an object is there while its body is made, which hides the round trip."""
+        remote = self._targets.remote
+        if remote is not None and nbytes > HEAD_ABOVE and not self._targets.refused.knows(key):
+            self._asked[key] = asyncio.create_task(self._look(remote, key))
 
     def _item(self, upload: Upload) -> Lease | PrivateItem | None:
         return upload.private or self._tier.lookup(upload.key, touch=False)
@@ -336,21 +338,27 @@ class UploadQueue:
             # A store that names no versions can only be overwritten.
             put = remote.put(key, frame.parts, if_match=replace or None, if_absent=False)
             outcome = await _bounded("put", key, put)
-            if outcome is PutOutcome.WRITTEN:
-                self._stats.add("repaired_objects")
+            self._stats.add("repaired_objects", int(outcome is PutOutcome.WRITTEN))
             if outcome is not PutOutcome.CHANGED:
                 return outcome
-        elif frame.nbytes > HEAD_ABOVE and await self._is_there(remote, key):
-            return PutOutcome.EXISTS
+        elif frame.header.tensor_bytes > HEAD_ABOVE:
+            there = await (self._asked.pop(key, None) or self._look(remote, key))
+            if isinstance(there, RemoteError):
+                raise there
+            if there:
+                return PutOutcome.EXISTS
         await asyncio.sleep(self._targets.admit_bytes(frame.nbytes))
         return await _bounded("put", key, remote.put(key, frame.parts))
 
-    async def _is_there(self, remote: Store, key: str) -> bool:
-        return await _bounded("head", key, remote.head(key)) is not None
+    async def _look(self, remote: Store, key: str) -> bool | RemoteError:
+        """Whether an object is there, or why that is unknown: nobody may be left to raise to."""
+        try:
+            return await _bounded("head", key, remote.head(key)) is not None
+        except RemoteError as error:
+            return error
 
     def _try_again(self, error: RemoteError, started: float) -> bool:
-        late = self._clock() - started > RETRY_SECONDS
-        if error.retryable and not late:
+        if error.retryable and self._clock() - started <= RETRY_SECONDS:
             return True
         self._count("denied" if isinstance(error, RemoteDeniedError) else "failed")
         self._warn(error.reason, "an upload is given up: %s", error)

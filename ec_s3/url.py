@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_SEGMENT = re.compile(r"[!-.0-~]+")  # printable ASCII without space and slash
+_KEY = re.compile(r"(?!\.)[!-.0-~]+(?:/(?!\.)[!-.0-~]+)*")  # printable ASCII without space
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|signature|access|auth|pwd")
 _ACCESS_KEY = re.compile(r"(AKIA|ASIA)[A-Z0-9]{16}")
 _ADDRESSING = ("auto", "path", "virtual")
@@ -180,9 +180,7 @@ def check_key(key: str) -> str:
 
 def is_key(key: str) -> bool:
     """Whether a store accepts this key; others in a listing are foreign."""
-    return len(key) < 1024 and all(
-        _SEGMENT.fullmatch(segment) and segment[0] != "." for segment in key.split("/")
-    )
+    return len(key) < 1024 and _KEY.fullmatch(key) is not None
 
 
 def _parse_s3(parts: SplitResult) -> S3Location:

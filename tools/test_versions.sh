@@ -16,6 +16,7 @@ border=(
   tests/connector/test_shell.py
   tests/connector/test_v2_runner.py
   tests/connector/test_modalities.py
+  tests/connector/test_encoder.py
 )
 warm="tests/e2e/test_warm_bucket.py::test_second_process_answers_from_the_bucket_alone"
 

@@ -120,7 +120,7 @@ def environment() -> dict[str, str]:
         # Freed memory is used again, as in a server that has run for a while: otherwise it is the
         # allocator's luck, and the kernel's page faults, that gets of large tensors measure.
         "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2_000_000_000),
         "DO_NOT_TRACK": "1",
     }

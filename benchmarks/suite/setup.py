@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from suite.client import LMCACHE_VENV, Client, Clients
+from suite.client import LMCACHE_VENV
 from suite.data import SHAPES, Items, make
 from suite.report import out_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from suite.server import ByteServer
 
 # LMCache's own pins ask for CUDA packages; these are what its parts import on a CPU.
 LMCACHE = ("lmcache==0.5.6",)
 TORCH = ("torch==2.13.0",)
+ZIPNN = ("zipnn==0.5.4",)
 NEEDED = tuple(
     """cryptography aiofile aiofiles aiohttp awscrt blake3 cachetools fastapi httptools httpx
     huggingface_hub msgspec numba numpy<=2.2.6 nvtx opentelemetry-api<=1.40 opentelemetry-sdk
@@ -49,38 +48,9 @@ def options(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-DIRECT = "ec_s3 direct"
-"""ec_s3 with its own transport in place of the SDK's."""
-
-LABELS = {
-    "ec_s3": "ec_s3",
-    DIRECT: DIRECT,
-    "ec_s3_blocking": "ec_s3 blocking",
-    "lmcache": "LMCache",
-    "aiobotocore": "aiobotocore",
-    "boto3": "boto3",
-}
-"""The systems that use a bucket, and what they are called in tables."""
-
-
-def open_clients(
-    stage: Stage, *, without: Iterable[str], lmcache: bool, also: Iterable[Client] = ()
-) -> Clients:
-    """Drivers of the systems of `LABELS`, and more that are given."""
-    opened = []
-    for name, label in LABELS.items():
-        if name in without or (name == "lmcache" and not lmcache):
-            continue
-        settings = dict(stage.settings)
-        if name == DIRECT:
-            settings["config"] = {"s3_transport": "direct"}
-        opened.append(Client("ec_s3" if name == DIRECT else name, settings, label=label))
-    return Clients(*opened, *also)
-
-
 def shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     """The shapes to measure, smallest first."""
-    chosen = SHAPES[:1] + SHAPES[3:] if args.quick else SHAPES
+    chosen = SHAPES[:2] if args.quick else SHAPES
     return tuple(sorted(chosen, key=lambda shape: shape[0] * shape[1]))
 
 
@@ -108,6 +78,17 @@ def install_lmcache() -> None:
         subprocess.run([*pip, "--no-deps", *LMCACHE], check=True)
         subprocess.run([*pip, *NEEDED], check=True)
         stamp.touch()
+
+
+def install_zipnn() -> bool:
+    """Add ZipNN to the same environment; False where it cannot be had, or not be compiled."""
+    install_lmcache()
+    python = str(LMCACHE_VENV / "bin" / "python")
+    there = subprocess.run([python, "-c", "import zipnn"], capture_output=True, check=False)
+    if not there.returncode:
+        return True
+    pip = [python, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
+    return not subprocess.run([*pip, *ZIPNN], check=False).returncode
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,32 +14,46 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ec_s3 import __version__
-from ec_s3.cli import control, index
-from ec_s3.cli.invocation import (
-    IdentifierOption,
-    Invocation,
-    NamespaceOption,
-    TargetArgument,
-    finish,
-    with_store,
+from ec_s3.cli import (
+    bench,
+    control,
+    cost,
+    gc,
+    index,
+    objects,
+    policy,
+    prewarm,
+    removal,
+    settings,
+    upload,
+    usage,
+    verify,
 )
+from ec_s3.cli.invocation import Invocation, finish
 from ec_s3.cli.output import Output
 
 if TYPE_CHECKING:
     from ec_s3.config import ECConfig
-    from ec_s3.store import Store
 
 app = typer.Typer(
     name="ec-s3",
     help="Look into the store of encoder outputs, and check that it can be used.",
     epilog="Exit codes: 0 all well, 1 something was found, 2 wrong arguments or settings, "
-    "3 the store could not be used.",
+    "3 the store could not be used, 4 nothing of a job came about.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for part in (objects, verify, usage, removal, gc):
+    app.add_typer(part.commands)
 app.add_typer(control.commands, name="control")
 app.add_typer(index.commands)
+app.add_typer(prewarm.commands)
+app.add_typer(upload.commands)
+app.add_typer(cost.commands)
+app.add_typer(bench.commands)
+app.add_typer(policy.commands)
+app.add_typer(settings.commands)
 
 
 def _version(wanted: bool) -> None:
@@ -78,100 +92,6 @@ def doctor(context: typer.Context) -> None:
         return asyncio.run(examine(config, out))
 
     finish(context, run)
-
-
-@app.command()
-def ls(
-    context: typer.Context,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Beginning of keys.")] = "",
-) -> None:
-    """List namespaces, or the objects below a prefix."""
-
-    async def run(store: Store, out: Output, _config: ECConfig) -> int:
-        from ec_s3.cli import objects
-
-        return await objects.ls(store, out, prefix=prefix)
-
-    with_store(context, run)
-
-
-@app.command()
-def stat(
-    context: typer.Context,
-    key: TargetArgument = "",
-    identifier: IdentifierOption = None,
-    namespace: NamespaceOption = None,
-) -> None:
-    """Describe one object."""
-
-    async def run(store: Store, out: Output, config: ECConfig) -> int:
-        from ec_s3.cli import objects
-
-        target = objects.Target(key, identifier, namespace)
-        demands = objects.Demands(config.max_item_size, config.keyring())
-        return await objects.stat(store, out, target, demands=demands)
-
-    with_store(context, run)
-
-
-@app.command()
-def get(
-    context: typer.Context,
-    key: TargetArgument = "",
-    *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    identifier: IdentifierOption = None,
-    namespace: NamespaceOption = None,
-) -> None:
-    """Write one tensor into a safetensors file."""
-
-    async def run(store: Store, out: Output, config: ECConfig) -> int:
-        from ec_s3.cli import objects
-
-        target = objects.Target(key, identifier, namespace)
-        demands = objects.Demands(config.max_item_size, config.keyring())
-        return await objects.get(store, out, target, path=output, force=force, demands=demands)
-
-    with_store(context, run)
-
-
-@app.command()
-def verify(
-    context: typer.Context,
-    key: TargetArgument = "",
-    identifier: IdentifierOption = None,
-    namespace: NamespaceOption = None,
-) -> None:
-    """Read and decode objects with every check, with signing keys set also their signatures."""
-
-    async def run(store: Store, out: Output, config: ECConfig) -> int:
-        from ec_s3.cli import objects
-
-        target = objects.Target(key, identifier, namespace)
-        demands = objects.Demands(config.max_item_size, config.keyring())
-        return await objects.verify(store, out, target, demands=demands)
-
-    with_store(context, run)
-
-
-@app.command()
-def rm(
-    context: typer.Context,
-    key: TargetArgument = "",
-    identifier: IdentifierOption = None,
-    namespace: NamespaceOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
-) -> None:
-    """Delete objects; asks for their number first."""
-
-    async def run(store: Store, out: Output, _config: ECConfig) -> int:
-        from ec_s3.cli import objects
-
-        target = objects.Target(key, identifier, namespace)
-        return await objects.rm(store, out, target, yes=yes)
-
-    with_store(context, run)
 
 
 @app.command()

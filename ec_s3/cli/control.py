@@ -16,8 +16,8 @@ import typer
 
 from ec_s3.cli.invocation import NamespaceArgument, with_store
 from ec_s3.cli.output import ExitCode, Output, counted, human_seconds
-from ec_s3.control import Control, edit, load
-from ec_s3.errors import ConfigError, ECS3Error, InvalidKeyError
+from ec_s3.control import MAX_DELETED, Control, edit, load
+from ec_s3.errors import CapacityError, ConfigError, ECS3Error, InvalidKeyError
 from ec_s3.keys import CONTROL_NAME, KEY_VERSION, parse_key
 
 if TYPE_CHECKING:
@@ -162,24 +162,37 @@ def spared(key: str, named: str) -> bool:
     return key.endswith(f"/{CONTROL_NAME}") and key != named
 
 
-async def announce(store: Store, out: Output, keys: Iterable[str]) -> bool:
+async def announce(store: Store, out: Output, keys: Iterable[str], *, whole: bool = False) -> bool:
     """Tell running servers that items are deleted, so that none brings them back; whether it could.
 
     A namespace whose servers cannot be told is named in a note.
+
+    Args:
+        store: where the documents lie.
+        out: takes the notes.
+        keys: of the items; others are passed over.
+        whole: nothing of their namespaces shall be left, so that whatever was made up to now does
+            not count either, whether it is in the bucket or still in a server's memory.
     """
     folders: dict[str, list[str]] = {}
+    full: set[str] = set()
     for key in keys:
+        if key.rsplit("/", 3)[0] in full:
+            continue
         try:
             parsed = parse_key(key)
         except InvalidKeyError:
             continue
-        folders.setdefault(parsed.control_key, []).append(parsed.digest)
+        digests = folders.setdefault(parsed.control_key, [])
+        digests.append(parsed.digest)
+        if len(digests) > MAX_DELETED:  # one more than fits tells that they do not
+            full.add(key.rsplit("/", 3)[0])
     told = True
     for control_key, digests in folders.items():
         now = time.time()
 
         def add(control: Control, digests: list[str] = digests, now: float = now) -> Control:
-            return control.with_deleted(digests, until=now + DELETED_SECONDS, now=now)
+            return _without(control, digests, now=now, whole=whole)
 
         try:
             await edit(store, control_key, add)
@@ -187,6 +200,23 @@ async def announce(store: Store, out: Output, keys: Iterable[str]) -> bool:
             told = False
             out.note(f"running servers are not told ({control_key}): {error}")
     return told
+
+
+def _without(control: Control, digests: list[str], *, now: float, whole: bool) -> Control:
+    """The document after a deletion.
+
+    Raises:
+        CapacityError: it cannot name all of them.
+    """
+    if whole:
+        # What a server uploads before it hears of this is younger than now.
+        control = replace(control, valid_after=max(control.valid_after, now + AHEAD_SECONDS))
+    try:
+        return control.with_deleted(digests, until=now + DELETED_SECONDS, now=now)
+    except CapacityError:
+        if whole:
+            return control
+        raise
 
 
 def _key(namespace: str) -> str:

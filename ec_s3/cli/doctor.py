@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from ec_s3.cli import settings
 from ec_s3.cli.control import in_force
 from ec_s3.cli.endpoint import credential_method, endpoint_url, server_time
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
-from ec_s3.complaints import SECRETS
-from ec_s3.config import ECConfig
 from ec_s3.errors import RemoteError
 from ec_s3.remote import open_store
 from ec_s3.types import PutOutcome
@@ -31,6 +30,7 @@ from ec_s3.url import S3Location
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from ec_s3.config import ECConfig
     from ec_s3.store import Store
 
 CHECK_SECONDS = 60.0
@@ -85,8 +85,7 @@ class Check:
 async def examine(config: ECConfig, out: Output) -> ExitCode:
     """Show the settings, run every check, show what was found."""
     if not out.json:
-        rows = [(name, shown(config, name), config.source(name)) for name in ECConfig.model_fields]
-        out.table("Settings", ("Name", "Value", "Source"), rows)
+        settings.table(config, out)
         out.line("")
     probe = Probe(config, open_store(config))
     try:
@@ -96,34 +95,12 @@ async def examine(config: ECConfig, out: Output) -> ExitCode:
             await probe.store.aclose()
     failed = sum(finding.status == "failed" for _, finding in results)
     if out.json:
-        settings = config.model_dump(mode="json")  # hides what is secret
-        out.record(
-            {
-                "settings": settings,
-                "sources": {name: config.source(name) for name in settings},
-                "checks": [_record(*pair) for pair in results],
-            }
-        )
+        checks = [_record(*pair) for pair in results]
+        out.record({**settings.described(config), "checks": checks})
     else:
         notes = sum(finding.status == "note" for _, finding in results)
         out.line(f"\n{len(results)} checks: {failed or 'none'} failed, {notes} with a note")
     return ExitCode.FINDING if failed else ExitCode.OK
-
-
-def shown(config: ECConfig, name: str) -> str:
-    """A setting's value for people, secrets hidden."""
-    value = getattr(config, name)
-    if value is None or value == "" or value == {}:
-        return "-"
-    if name in SECRETS:
-        return "<hidden>"
-    if name.endswith("_size"):
-        return human_bytes(value)
-    if name == "upload_rate":
-        return f"{human_bytes(value)}/s"
-    if isinstance(value, float):
-        return human_seconds(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 async def _run_all(probe: Probe, out: Output) -> list[tuple[Check, Finding]]:

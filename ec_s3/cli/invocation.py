@@ -31,7 +31,7 @@ IdentifierOption = Annotated[
 ]
 NamespaceOption = Annotated[
     str | None,
-    typer.Option("--namespace", help="Where the identifier belongs, as `ls` shows it."),
+    typer.Option("--namespace", help="Where the identifier belongs, or all of a namespace."),
 ]
 
 

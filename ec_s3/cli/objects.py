@@ -1,7 +1,7 @@
-"""The commands on stored objects: ls, stat, get, verify, rm.
+"""The commands that look at stored objects: `ls`, `stat`, `get`.
 
-Each is one coroutine on an open store; none needs an engine. Objects are read whole or by their
-header and never trusted before their checks have passed. Only `rm` changes anything.
+Each is one coroutine on an open store; none needs an engine, and none changes anything in it.
+Objects are never trusted before their checks have passed.
 """
 
 from __future__ import annotations
@@ -9,133 +9,137 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path  # noqa: TC003  typer reads the annotations at run time
+from typing import TYPE_CHECKING, Annotated
 
-from ec_s3.cli.control import announce, spared
-from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
-from ec_s3.errors import (
-    ConfigError,
-    FrameError,
-    FrameMismatchError,
-    FrameTooLargeError,
-    InvalidKeyError,
+import typer
+
+from ec_s3.cli.inventory import survey
+from ec_s3.cli.invocation import (
+    IdentifierOption,
+    NamespaceOption,
+    TargetArgument,
+    with_store,
 )
-from ec_s3.header import MAX_HEAD_BYTES
-from ec_s3.keys import KEY_VERSION, identifier_digest, parse_key
-from ec_s3.lookup import header_at
-from ec_s3.wire import decode
+from ec_s3.cli.namespaces import describe_all
+from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
+from ec_s3.cli.targets import ROOT, Target, absent, matching
+from ec_s3.errors import ConfigError, FrameError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
+    from ec_s3.cli.reading import Demands
+    from ec_s3.config import ECConfig
     from ec_s3.header import Header
-    from ec_s3.signing import Keyring
     from ec_s3.store import Store
     from ec_s3.types import ObjectInfo
 
-_ROOT = f"v{KEY_VERSION}/"
-_DELETE_BATCH = 1000
+commands = typer.Typer()
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a command is pointed at: a key or prefix, or an identifier in a namespace."""
+@commands.command("ls", epilog="Example: ec-s3 ls v1/org-model-0123456789abcdef/bfloat16 --long")
+def _ls(
+    context: typer.Context,
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Beginning of keys.")] = "",
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Exact sizes and times, and what else is known.")
+    ] = False,
+) -> None:
+    """List namespaces, or the objects below a prefix."""
 
-    text: str = ""
-    identifier: str | None = None
-    namespace: str | None = None
+    async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        return await ls(store, out, prefix=prefix, long=long)
 
-    def prefix(self) -> str:
-        """Key, or the beginning of keys.
-
-        Raises:
-            ConfigError: an identifier without its namespace, or nothing at all.
-            InvalidKeyError: the namespace is not of the form `<slug>-<fingerprint>/<dtype>`.
-        """
-        if self.identifier is None:
-            if not self.text:
-                raise ConfigError("no object named: give a key or prefix, or --identifier")
-            return self.text
-        if self.namespace is None or self.text:
-            raise ConfigError(
-                "--identifier needs --namespace, as `ec-s3 ls` shows it, and no key beside it"
-            )
-        digest = identifier_digest(self.identifier)
-        folder = self.namespace.strip("/").removeprefix(_ROOT)
-        key = f"{_ROOT}{folder}/{digest[:2]}/{digest}"
-        parse_key(key)
-        return key
+    with_store(context, run)
 
 
-@dataclass(frozen=True, slots=True)
-class Demands:
-    """What an object must be to be read: not larger, and signed by one of the keys, if any."""
+@commands.command("stat", epilog="Example: ec-s3 stat --namespace NAMESPACE --identifier ID")
+def _stat(
+    context: typer.Context,
+    key: TargetArgument = "",
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Describe one object."""
 
-    max_tensor_bytes: int
-    keyring: Keyring | None
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli.reading import Demands
+
+        target = Target(key, identifier, namespace)
+        return await stat(store, out, target, demands=Demands.of(config))
+
+    with_store(context, run)
 
 
-@dataclass(slots=True)
-class _Folder:
-    objects: int = 0
-    nbytes: int = 0
-    newest: float = 0.0
+@commands.command("get", epilog="Example: ec-s3 get KEY -o picture.safetensors")
+def _get(
+    context: typer.Context,
+    key: TargetArgument = "",
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    identifier: IdentifierOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Write one tensor into a safetensors file."""
+
+    async def run(store: Store, out: Output, config: ECConfig) -> int:
+        from ec_s3.cli.reading import Demands
+
+        target, demands = Target(key, identifier, namespace), Demands.of(config)
+        return await get(store, out, target, path=output, force=force, demands=demands)
+
+    with_store(context, run)
 
 
-async def ls(store: Store, out: Output, *, prefix: str = "") -> ExitCode:
+async def ls(store: Store, out: Output, *, prefix: str = "", long: bool = False) -> ExitCode:
     """List namespaces, or the objects below a prefix."""
     if prefix:
-        return await _list_objects(store, out, prefix)
-    folders: dict[str, _Folder] = {}
-    with out.progress("listing") as advance:
-        async for info in store.list(_ROOT):
-            advance(1)
-            namespace = _namespace(info.key)
-            if namespace is not None:
-                folder = folders.setdefault(namespace, _Folder())
-                folder.objects += 1
-                folder.nbytes += info.size
-                folder.newest = max(folder.newest, info.modified)
+        return await _list_objects(store, out, prefix, long=long)
+    inventory = await survey(store, out)
+    folders = inventory.folders
+    described = await describe_all(store, (name.partition("/")[0] for name in folders))
+    rows = []
+    for namespace, folder in folders.items():
+        description = described.get(namespace.partition("/")[0])
+        model = None if description is None else description.model
+        details = {} if description is None else description.details()
+        stored = human_bytes(folder.nbytes)
+        if out.json:
+            sums = {"objects": folder.objects, "bytes": folder.nbytes}
+            ages = {"oldest": folder.oldest, "newest": folder.newest}
+            out.record({"namespace": namespace, "model": model, **details, **sums, **ages})
+        elif long:
+            said = [f"model {model or 'unknown'}"]
+            said += [f"{name.replace('_', ' ')} {text}" for name, text in details.items() if text]
+            ages_text = f"newest {_age(folder.newest)}, oldest {_age(folder.oldest)}"
+            out.line(namespace)
+            out.line(f"    {', '.join(said)}")
+            out.line(f"    {counted(folder.objects, 'object')}, {stored}, {ages_text}")
+        rows.append((namespace, model or "-", folder.objects, stored, _age(folder.newest)))
     if out.json:
-        for namespace, folder in folders.items():
-            out.record(
-                {
-                    "namespace": namespace,
-                    "objects": folder.objects,
-                    "bytes": folder.nbytes,
-                    "newest": folder.newest,
-                }
-            )
         return ExitCode.OK
-    rows = [
-        (name, folder.objects, human_bytes(folder.nbytes), _age(folder.newest))
-        for name, folder in folders.items()
-    ]
-    out.table("", ("Namespace", "Objects", "Stored", "Newest"), rows)
-    out.note(f"{counted(len(rows), 'namespace')}; `ec-s3 ls {_ROOT}NAMESPACE` lists objects")
+    if not long:
+        out.table("", ("Namespace", "Model", "Objects", "Stored", "Newest"), rows)
+    out.note(f"{counted(len(rows), 'namespace')}; `ec-s3 ls {ROOT}NAMESPACE` lists objects")
     return ExitCode.OK
 
 
 async def stat(store: Store, out: Output, target: Target, *, demands: Demands) -> ExitCode:
     """Describe one object from its header."""
+    from ec_s3.cli.reading import header_of
+    from ec_s3.errors import FrameMismatchError
+
     info = await _one(store, target)
     if info is None:
-        return _absent(out, target)
+        return absent(out, target)
     try:
-        header = await header_at(
-            store,
-            info.key,
-            etag=info.etag or None,
-            max_tensor_bytes=demands.max_tensor_bytes,
-            keyring=demands.keyring,
-        )
+        header = await header_of(store, info.key, demands)
         if header is None:  # deleted meanwhile
-            return _absent(out, target)
-        _check_name(header, info)
+            return absent(out, target)
+        if info.size != header.object_bytes:
+            raise FrameMismatchError(f"{info.size} bytes stored, {header.object_bytes} declared")
     except FrameError as error:
-        return _bad(out, info.key, error)
+        return bad(out, info.key, error)
     facts = _facts(info, header)
     if out.json:
         out.record(facts)
@@ -149,87 +153,48 @@ async def get(
     store: Store, out: Output, target: Target, *, path: Path, force: bool, demands: Demands
 ) -> ExitCode:
     """Write one object's tensor into a safetensors file, under the name `encoder_output`."""
+    from ec_s3.cli.reading import body_of, decoded
+
     _refuse_to_replace(path, force=force)
     info = await _one(store, target)
     if info is None:
-        return _absent(out, target)
+        return absent(out, target)
     try:
-        header, tensor = await _whole(store, info, demands)
+        result = await body_of(store, info, demands)
+        if result is None:  # deleted meanwhile
+            return absent(out, target)
+        header, tensor = await decoded(result, demands)
     except FrameError as error:
-        return _bad(out, info.key, error)
+        return bad(out, info.key, error)
     await asyncio.to_thread(_save, path, header, tensor)
     if out.json:
-        out.record({**_facts(info, header), "file": str(path)})
+        out.record({**_facts(result.info, header), "file": str(path)})
     else:
         shape = " x ".join(str(n) for n in header.spec.shape)
         out.line(f"{path}: {header.spec.dtype} {shape}, {human_bytes(header.tensor_bytes)}")
     return ExitCode.OK
 
 
-async def verify(store: Store, out: Output, target: Target, *, demands: Demands) -> ExitCode:
-    """Read and decode objects with every check; report those that fail."""
-    infos = [info async for info in _matching(store, target) if _namespace(info.key) is not None]
-    if not infos:
-        return _absent(out, target)
-    bad = 0
-    with out.progress("verifying", len(infos)) as advance:
-        for info in infos:
-            try:
-                await _whole(store, info, demands)
-            except FrameError as error:
-                bad += 1
-                _bad(out, info.key, error)
-            advance(1)
+def bad(out: Output, key: str, error: FrameError) -> ExitCode:
+    """Say what is wrong with an object."""
     if out.json:
-        out.record({"checked": len(infos), "bad": bad})
+        kind, reason = type(error).__name__, error.reason
+        out.record({"key": key, "error": kind, "reason": reason, "message": str(error)})
     else:
-        total = human_bytes(sum(info.size for info in infos))
-        out.line(f"{counted(len(infos), 'object')}, {total}: {bad or 'none'} bad")
-    return ExitCode.FINDING if bad else ExitCode.OK
+        out.line(f"{key}: {error}", style="red")
+    return ExitCode.FINDING
 
 
-async def rm(store: Store, out: Output, target: Target, *, yes: bool) -> ExitCode:
-    """Delete objects, after `--yes` or their typed number."""
-    named = target.prefix()
-    infos = [info async for info in _matching(store, target) if not spared(info.key, named)]
-    if not infos:
-        return _absent(out, target)
-    total = human_bytes(sum(info.size for info in infos))
-    question = f"{counted(len(infos), 'object')}, {total}. Type the number to delete:"
-    if not yes and not out.confirm(question, expected=str(len(infos))):
-        raise ConfigError(
-            f"nothing deleted: {counted(len(infos), 'object')}, without --yes or the typed number"
-        )
-    failed: dict[str, str] = {}
-    keys = [info.key for info in infos]
-    told = await announce(store, out, keys)
-    with out.progress("deleting", len(keys)) as advance:
-        for start in range(0, len(keys), _DELETE_BATCH):
-            batch = keys[start : start + _DELETE_BATCH]
-            failed.update((await store.delete(batch)).failed)
-            advance(len(batch))
-    if out.json:
-        out.record({"deleted": len(keys) - len(failed), "failed": failed})
-    else:
-        for key, reason in failed.items():
-            out.line(f"{key}: {reason}", style="red")
-        out.line(f"{len(keys) - len(failed)} deleted, {len(failed)} failed")
-    return ExitCode.OK if told and not failed else ExitCode.FINDING
-
-
-async def _list_objects(store: Store, out: Output, prefix: str) -> ExitCode:
-    found = 0
+async def _list_objects(store: Store, out: Output, prefix: str, *, long: bool) -> ExitCode:
+    found = False
     async for info in store.list(prefix):
-        found += 1
+        found = True
         if out.json:
-            out.record(
-                {
-                    "key": info.key,
-                    "bytes": info.size,
-                    "modified": info.modified,
-                    "etag": info.etag,
-                }
-            )
+            facts = {"key": info.key, "bytes": info.size, "modified": info.modified}
+            out.record({**facts, "etag": info.etag})
+        elif long:
+            moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.modified))
+            out.line(f"{info.size:>14}  {moment}  {info.etag}  {info.key}")
         else:
             out.line(f"{human_bytes(info.size):>10}  {_age(info.modified):>8}  {info.key}")
     if not found:
@@ -237,52 +202,13 @@ async def _list_objects(store: Store, out: Output, prefix: str) -> ExitCode:
     return ExitCode.OK if found else ExitCode.FINDING
 
 
-async def _matching(store: Store, target: Target) -> AsyncIterator[ObjectInfo]:
-    """The object of exactly this key, else all whose key begins with it."""
-    prefix = target.prefix()
-    if _namespace(prefix) is not None:
-        info = await store.head(prefix)
-        if info is not None:
-            yield info
-        return
-    async for info in store.list(prefix):
-        yield info
-
-
 async def _one(store: Store, target: Target) -> ObjectInfo | None:
-    found: list[ObjectInfo] = []
-    async for info in _matching(store, target):
-        found.append(info)
-        if len(found) > 1:
+    found: ObjectInfo | None = None
+    async for info in matching(store, target.prefix()):
+        if found is not None:
             raise ConfigError(f"more than one object begins with {target.prefix()}; name one")
-    return found[0] if found else None
-
-
-async def _whole(store: Store, info: ObjectInfo, demands: Demands) -> tuple[Header, bytearray]:
-    """The object after every check, the one of its name included."""
-    limit = demands.max_tensor_bytes
-    if info.size > limit + limit // 8 + MAX_HEAD_BYTES:
-        raise FrameTooLargeError(f"{info.size} stored bytes; raise max_item_size to read them")
-    result = await store.get(
-        info.key,
-        into=lambda nbytes: memoryview(bytearray(nbytes)),
-        if_match=info.etag or None,
-    )
-    body = memoryview(b"") if result is None else result.body
-    header, tensor = await asyncio.to_thread(
-        decode, body, max_tensor_bytes=limit, keyring=demands.keyring
-    )
-    _check_name(header, info)
-    return header, tensor
-
-
-def _check_name(header: Header, info: ObjectInfo) -> None:
-    """An intact object may still lie under a name that is not its own."""
-    digest = identifier_digest(header.identifier)
-    if info.key != f"{_ROOT}{header.namespace}/{digest[:2]}/{digest}":
-        raise FrameMismatchError("the object lies under another item's key")
-    if info.size != header.object_bytes:
-        raise FrameMismatchError(f"{info.size} bytes stored, {header.object_bytes} declared")
+        found = info
+    return found
 
 
 def _refuse_to_replace(path: Path, *, force: bool) -> None:
@@ -349,31 +275,6 @@ def _described(facts: dict[str, object]) -> dict[str, object]:
         "bound to": facts["input_digest"] or "no input",
         "signed by": facts["key_id"] or "nobody",
     }
-
-
-def _namespace(key: str) -> str | None:
-    """`<slug>-<fingerprint>/<dtype>` of an item's key, None for any other."""
-    try:
-        parsed = parse_key(key)
-    except InvalidKeyError:
-        return None
-    return f"{parsed.slug}-{parsed.fingerprint}/{parsed.dtype}"
-
-
-def _absent(out: Output, target: Target) -> ExitCode:
-    if out.json:
-        out.record({"key": target.prefix(), "error": "absent"})
-    else:
-        out.note(f"no such object: {target.prefix()}")
-    return ExitCode.FINDING
-
-
-def _bad(out: Output, key: str, error: FrameError) -> ExitCode:
-    if out.json:
-        out.record({"key": key, "error": type(error).__name__, "message": str(error)})
-    else:
-        out.line(f"{key}: {error}", style="red")
-    return ExitCode.FINDING
 
 
 def _age(modified: float) -> str:

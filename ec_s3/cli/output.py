@@ -20,6 +20,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -29,6 +30,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.progress import Task
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -43,6 +46,8 @@ class ExitCode(IntEnum):
     """Nothing was done: wrong arguments or settings."""
     REMOTE = 3
     """The store could not be used."""
+    NOTHING = 4
+    """Done, and nothing of what was asked for came about: every entry of a job failed."""
 
 
 class Output:
@@ -63,6 +68,9 @@ class Output:
 
     def line(self, text: str, *, style: str = "") -> None:
         """One line for people, never wrapped, so that keys can be copied."""
+        if not self._out.is_terminal:  # a long listing into a file or pipe
+            sys.stdout.write(f"{printable(text)}\n")
+            return
         self._out.print(Text(printable(text), style=style), soft_wrap=True)
 
     def paragraph(self, lead: str, text: str, *, style: str = "") -> None:
@@ -109,17 +117,27 @@ class Output:
         columns = [SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn()]
         if total is not None:
             columns[2:2] = [BarColumn()]
-            columns.append(TimeRemainingColumn())
+            columns += [_RateColumn(), TimeRemainingColumn()]
         # Lines printed meanwhile must go through the console that draws the bar.
         console = self._out if self._out.is_terminal else self._err
         quiet = self.json or not console.is_terminal
         with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
             task = bar.add_task(label, total=total)
-            yield lambda steps: bar.advance(task, steps)
+            # A bar that nobody sees still costs more than an object of a listing.
+            yield (lambda _: None) if quiet else (lambda steps: bar.advance(task, steps))
+
+
+class _RateColumn(ProgressColumn):
+    """Steps a second of late, nothing before the second one."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
 
 def printable(text: str) -> str:
     """The text with everything that a terminal would obey written out."""
+    if text.isprintable():
+        return text
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )

@@ -29,6 +29,7 @@ _KINDS: Mapping[object, str] = {
     sources.parse_size: "size",
     sources.parse_rate: "rate",
     sources.parse_duration: "duration",
+    sources.parse_lifetime: "duration",
     sources.parse_count: "integer",
     sources.parse_switch: "true/false",
     sources.parse_tags: "map of text",
@@ -49,13 +50,13 @@ One frozen `ECConfig` holds every setting. Sources, strongest first:
    then the `ec_` keys and the `ec:` map of the file that `LMCACHE_CONFIG_FILE` names
 5. defaults
 
-`ec-s3 doctor` prints each value and where it came from. An unknown name is logged with the nearest
+`ec-s3 config` prints each value and where it came from. An unknown name is logged with the nearest
 known one and dropped, or refused with `strict`. A value that cannot be used is always an error,
 which names the setting, the value, its source and what to do.
 
 Sizes are bytes or a number with a unit: `8GiB`, `512MiB`, `8Gi` count in powers of 1024, `1GB` in
-powers of 1000. Durations are seconds or a number with a unit: `250ms`, `2s`, `1m`. Rates are sizes
-per second, with or without `/s`.
+powers of 1000. Durations are seconds or a number with a unit: `250ms`, `2s`, `1m`, `30d`. Rates are
+sizes per second, with or without `/s`.
 
 **Credentials are not settings.** Leave them to the AWS chain: `AWS_*` variables, profiles, web
 identity, container and instance roles all work by being left alone. A setting that looks like a
@@ -68,7 +69,7 @@ _LMCACHE = """\
 Sizes there are numbers of GiB. `remote_url` and `s3_region`, `s3_file_prefix` and `disable_tls` of
 `extra_config` become one `url`: `s3://bucket.host` is read as a bucket and an endpoint. `local_cpu`
 is accepted without effect, as the host tier is always on. The rest of its file describes a KV cache
-and is not read.
+and is not read; `ec-s3 config from-lmcache FILE` converts what has a meaning here.
 """
 
 _METRICS = """\
@@ -109,6 +110,7 @@ _CODES: Mapping[str, str] = {
     "FINDING": "done, and something was found: a failed check, a bad, absent or undeleted object",
     "USAGE": "nothing was done: wrong arguments or settings, or a file that cannot be written",
     "REMOTE": "the store could not be used",
+    "NOTHING": "done, and nothing of what was asked for came about: every entry of a job failed",
 }
 
 
@@ -176,13 +178,16 @@ def cli_page() -> str:
     for name, command in _commands(group):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         usage = " ".join((f"ec-s3 {name}", *(f"[{p.metavar}]" for p in arguments), "[OPTIONS]"))
-        parts += [f"## {name}", f"```text\n{usage}\n```", command.help, _options(command)]
+        usage = f"```text\n{usage}\n```"
+        parts += [f"## {name}", usage, command.help, _options(command), command.epilog]
     return _page(*(part for part in parts if part))
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
+            if command.invoke_without_command:
+                yield f"{prefix}{name}", command
             yield from _commands(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command
@@ -223,6 +228,8 @@ def _kind(field: FieldInfo) -> str:
     for mark in field.metadata:
         if isinstance(mark, BeforeValidator):
             return _KINDS.get(mark.func, "path")
+    if field.annotation is float:
+        return "number"
     choices = [choice for part in get_args(field.annotation) for choice in get_args(part)]
     choices = choices or [
         choice for choice in get_args(field.annotation) if isinstance(choice, str)
@@ -236,7 +243,7 @@ def _default(field: FieldInfo) -> str:
         return "unset"
     kind = _kind(field)
     if kind == "size":
-        factor, unit = next((pair for pair in _UNITS if value % pair[0] == 0), (1, "B"))
+        factor, unit = next((p for p in _UNITS if value and value % p[0] == 0), (1, "B"))
         return f"`{value // factor}{unit}`"
     if kind == "duration":
         return f"`{value:g}s`"

@@ -145,8 +145,9 @@ def build_scheduler(vllm_config: Any) -> SchedulerSide:
     """The scheduler part: slab, engine, hub, and what decides."""
     ec = vllm_config.ec_transfer_config
     config = ECConfig.from_mapping(ec.ec_connector_extra_config)
-    if not ec.is_ec_consumer:  # whoever only encodes for others has nothing to be choosy about
-        config = config.model_copy(update={"second_sight": False, "policy": "always"})
+    if not ec.is_ec_consumer:  # whoever only encodes for others is not choosy, and loads nothing
+        ours = {"second_sight": False, "policy": "always", "warm_start": 0}
+        config = config.model_copy(update=ours)
     namespace = namespace_of(vllm_config, config)
     _warn_shutdown(vllm_config, config)
     warn_of_local_names(vllm_config)
@@ -244,6 +245,8 @@ def _setup(vllm_config: Any, config: ECConfig, namespace: Namespace, estimates: 
         min_width=int(vllm_config.model_config.get_inputs_embeds_size()),
         require_binding=config.require_binding,
         replay=_replay(vllm_config),
+        # Comparing takes both what others have saved and an encoder's output.
+        audit_fraction=config.audit_fraction if ec.is_ec_producer and ec.is_ec_consumer else 0.0,
         patience=lambda nbytes, waited: waits(
             policy, estimates.measured, nbytes=nbytes, waited=waited
         ),

@@ -48,6 +48,7 @@ class _Save:
     spec: TensorSpec
     meta: ItemMeta
     binding: Binding
+    audit: bool
 
 
 class Holds:
@@ -90,10 +91,20 @@ class Holds:
         """Whether a rank may still report that it has saved the item."""
         return name in self._unanswered
 
+    @property
+    def saving(self) -> bool:
+        """Whether a rank has yet to report on a save; as `take_in` has seen it."""
+        return bool(self._unanswered)
+
     def will_be_saved(self, name: str) -> bool:
         """Whether a request is about to encode the item into pages that it has been granted."""
         held = self._held.get(name)
         return held is not None and (held.grant > 0 or name in self._grants)
+
+    def has_grant(self, name: str) -> bool:
+        """Whether there are pages to save the item into, asked for apart from its fetch."""
+        grant = self._grants.get(name)
+        return grant is not None and grant.extents is not None
 
     def awaits_grant(self, name: str) -> bool:
         """Whether the engine has yet to say if there are pages to save the item into."""
@@ -102,12 +113,17 @@ class Holds:
 
     # -- items -----------------------------------------------------------------------------
 
-    def want(self, item: MediaItem, *, fresh: bool = False) -> Held:
-        """Ask the engine for an item; what can be answered at once has been when this returns."""
-        held = Held(self._ticket())
-        held.asked = self._save_nbytes(item)
+    def want(self, item: MediaItem, *, fresh: bool = False, audit: bool = False) -> Held:
+        """Ask the engine for an item; what can be answered at once has been when this returns.
+
+        An audit's pages are asked for first, and so are there when the item is.
+        """
+        held = Held(self._ticket(), audit=audit)
+        held.asked = 0 if audit else self._save_nbytes(item)
         self._held[item.name] = held
         self._by_ticket[held.ticket] = item.name
+        if audit:
+            self.ask_grant(item)
         self._port.want(
             Want(
                 ticket=held.ticket,
@@ -225,10 +241,17 @@ class Holds:
         return grant.ticket, grant.extents
 
     def expect_save(
-        self, ticket: int, name: str, spec: TensorSpec, *, meta: ItemMeta, binding: Binding
+        self,
+        ticket: int,
+        name: str,
+        spec: TensorSpec,
+        *,
+        meta: ItemMeta,
+        binding: Binding,
+        audit: bool = False,
     ) -> None:
         """A rank will fill the ticket's pages with this tensor, or report that it did not."""
-        self._saving[ticket] = _Save(name, spec, meta, binding)
+        self._saving[ticket] = _Save(name, spec, meta, binding, audit)
         self._unanswered[name] += 1
 
     def _save_ended(self, name: str) -> None:
@@ -263,7 +286,7 @@ class Holds:
     def _fill(self, answer: Answer, save: _Save, digest: str) -> None:
         """The pages are filled and it is known of what: the engine takes them."""
         meta = replace(save.meta, encode_seconds=answer.encode_seconds, input_digest=digest)
-        self._port.filled(answer.number, save.spec, meta)
+        self._port.filled(answer.number, save.spec, meta, compare=save.audit)
         self._answers.append((answer, save.name))
 
     def take_in(self) -> bool:
@@ -305,7 +328,8 @@ class Holds:
         elif isinstance(event, Ready):
             held.state, held.spec, held.extents = State.READY, event.spec, event.extents
             held.meta, held.shared = event.meta, event.shared
-            self._drop_grant(name)  # nothing is to be saved any more
+            if not held.audit:
+                self._drop_grant(name)  # nothing is to be saved any more
         elif isinstance(event, Present):
             held.state, held.shared = State.PRESENT, True
             self._drop_grant(name)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ec_s3.config import ECConfig
 from ec_s3.keys import Namespace
+from ec_s3.metric_table import NAMESPACE_LABELS
 from ec_s3.tensors import dtype_name
-
-if TYPE_CHECKING:
-    from ec_s3.config import ECConfig
 
 _IRRELEVANT = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -27,6 +26,9 @@ of another width ends an engine that loads it."""
 
 _MM_FIELDS = ("video_pruning_rate", "mm_encoder_attn_dtype")
 """Of vLLM's multimodal settings: what changes an encoder's output without changing the item."""
+
+_PLACE = "device"
+"""Of the processor's settings: where it runs. vLLM sets it for engines that only encode."""
 
 
 def namespace_of(vllm_config: Any, config: ECConfig) -> Namespace:
@@ -56,11 +58,31 @@ def encoder_fingerprint(vllm_config: Any) -> str:
     multimodal = getattr(model, "multimodal_config", None)
     for name in _MM_FIELDS:
         fields[f"vllm:{name}"] = str(getattr(multimodal, name, None))
+    settings = processor_settings(multimodal)
+    if settings:
+        fields["vllm:mm_processor_kwargs"] = settings
     load_format = str(getattr(vllm_config.load_config, "load_format", ""))
     if load_format == "dummy":  # weights made up from a seed
         fields["vllm:weights"] = f"dummy:{model.seed}"
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def processor_settings(multimodal: Any) -> dict[str, Any]:
+    """The processor's settings as an engine was started with them.
+
+    vLLM's identifiers carry what a request sets of them, but not these.
+    """
+    return _without_place(getattr(multimodal, "mm_processor_kwargs", None) or {})
+
+
+def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in settings.items():
+        kept = _without_place(value) if isinstance(value, dict) else value
+        if name != _PLACE and (kept or not value):
+            found[name] = kept
+    return found
 
 
 def hash_scheme(multimodal: Any) -> str:
@@ -91,16 +113,37 @@ def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(vllm_config: Any) -> dict[str, object]:
-    """What identifiers depend on but the namespace does not, for people who read the manifest."""
+    """What identifiers and keys depend on but the namespace does not tell in plain text.
+
+    For people who read the manifest, and for jobs that must agree with a server.
+    """
     import vllm
 
     model = vllm_config.model_config
     multimodal = getattr(model, "multimodal_config", None)
     facts = {
         "model_argument": str(model.model),
-        "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None),
-        "media_io_kwargs": getattr(multimodal, "media_io_kwargs", None),
+        "dtype": dtype_name(model.dtype),
+        "mm_processor_kwargs": processor_settings(multimodal),
+        "media_io_kwargs": getattr(multimodal, "media_io_kwargs", None) or {},
         "vllm": str(vllm.__version__),
     }
     readable: dict[str, object] = json.loads(json.dumps(facts, default=str))
     return readable
+
+
+def namespace_labels(vllm_config: Any) -> tuple[str, ...]:
+    """The labels of the metric `namespace_info` of an engine, in the table's order.
+
+    Raises:
+        ConfigError: the engine's settings or its model cannot be used.
+    """
+    extra = vllm_config.ec_transfer_config.ec_connector_extra_config
+    namespace = namespace_of(vllm_config, ECConfig.from_mapping(extra))
+    told = json.loads(namespace.manifest(facts_of(vllm_config)))
+    values = {"namespace": namespace.id, **told["extra"], **told["namespace"]}
+    return tuple(_label(values.get(name, "")) for name in NAMESPACE_LABELS)
+
+
+def _label(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -18,6 +18,7 @@ from ec_s3.types import DTYPE_BYTES, MissReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ec_s3.connector.audit import Audits
     from ec_s3.connector.binding import Binding
     from ec_s3.connector.holds import Holds
     from ec_s3.connector.media import MediaItem
@@ -46,6 +47,7 @@ class Judge:
     Args:
         setup: what is fixed.
         holds: the table of held items.
+        audits: draws items that are encoded even if they are found.
         online: whether anything may be asked for or promised now.
         holding: whether what is held may be promised, even if the engine is gone.
         bind: starts digesting an item's processed inputs.
@@ -66,6 +68,7 @@ class Judge:
         setup: Setup,
         *,
         holds: Holds,
+        audits: Audits,
         online: Callable[[], bool],
         holding: Callable[[], bool],
         bind: Callable[[Mapping[str, object] | None], Binding],
@@ -76,6 +79,7 @@ class Judge:
     ) -> None:
         self._setup = setup
         self._holds = holds
+        self._audits = audits
         self._online = online
         self._holding = holding
         self._bind = bind
@@ -126,7 +130,9 @@ class Judge:
         # An encode-only engine asks about these, too: it tells consumers what the bucket holds.
         if item.identifier in self._mirror and self._setup.consumer:
             return Verdict.GO
-        held = self._holds.get(item.name) or self._holds.want(item)
+        held = self._holds.get(item.name)
+        if held is None:
+            held = self._holds.want(item, audit=self._audits.draws(item))
         self._holds.hold(request_id, seen, item.name)
         outcome = self._outcome(seen, item, held)
         if outcome is None:

@@ -5,7 +5,6 @@ Looks at vLLM's request objects, duck-typed: nothing of vLLM is imported. No I/O
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ec_s3.connector.params import STORE, Params, read_params
 from ec_s3.connector.published import hash_of, placeholder_of
-from ec_s3.keys import is_request_local, looks_like_content_hash
+from ec_s3.keys import bind, is_request_local, looks_like_content_hash
 from ec_s3.metrics import Stats
 from ec_s3.quiet import Quiet
 
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
-
-_SALTED, _PLAIN = "\0salt\0", "\0plain\0"
-"""Prefixes of names that carry a request's cache salt, and of those that a client could have
-made to look like one."""
-
 
 _SHARED_MEMORY = "monotonic_id"
 """A field of what vLLM hands over in place of the inputs with `mm_processor_cache_type="shm"`: an
@@ -75,14 +69,6 @@ class MediaItem:
     persist: bool = True
     bound_to: str = ""
     inputs: Any = field(default=None, compare=False, repr=False)
-
-
-def bind(identifier: str, cache_salt: str | None) -> str:
-    """The name of an identifier under a request's cache salt; injective."""
-    if not cache_salt:
-        return f"{_PLAIN}{identifier}" if identifier.startswith("\0") else identifier
-    digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{_SALTED}{digest}\0{identifier}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

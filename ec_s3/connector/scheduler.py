@@ -14,11 +14,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ec_s3.connector.audit import Audits
 from ec_s3.connector.judge import Judge
 from ec_s3.connector.media import Kind
-from ec_s3.connector.messages import LoadOrder, SaveOrder, StepMetadata
+from ec_s3.connector.messages import StepMetadata
+from ec_s3.connector.plans import Plans
 from ec_s3.connector.state import Phase, Seen, State, Verdict
-from ec_s3.types import ItemMeta, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,9 +92,11 @@ class Scheduler:
         self._unavailable: set[str] = set()
         self._phase = Phase()
         self._epoch = 0
+        self._audits = Audits(setup.audit_fraction, holds)
         self._judge = Judge(
             setup,
             holds=holds,
+            audits=self._audits,
             online=lambda: self.online,
             holding=lambda: self._hub.ready and self._settled,
             bind=bind,
@@ -102,12 +105,11 @@ class Scheduler:
             stats=stats,
             clock=clock,
         )
-        # What this step has promised and planned; cleared by `build_meta`.
+        self._plans = Plans(setup, holds, classifier, binding=self._judge.binding)
+        # What this step has promised; cleared by `build_meta`.
         self._current: tuple[str, Seen] | None = None
         self._promised: dict[tuple[str, str], tuple[Seen, MediaItem, Held]] = {}
         self._allocated: set[str] = set()
-        self._loads: list[LoadOrder] = []
-        self._saves: list[tuple[SaveOrder, str, int]] = []
         self._waited = False
         self._new_items = 0
 
@@ -180,8 +182,8 @@ class Scheduler:
         """Save what vLLM's own cache holds, and so is not encoded, but the bucket has lost."""
         for index, item in enumerate(seen.items):
             binding = self._mirror.get(item.identifier)
-            if binding is not None:
-                self._plan_save(request, index, request_id, seen, encoded_from=binding)
+            if binding is not None and item.identifier not in self._allocated:
+                self._plans.save(request, index, request_id, seen, encoded_from=binding)
 
     def _reach(self, request: Any, computed: int) -> int:
         """Up to where nothing is needed any more.
@@ -227,6 +229,8 @@ class Scheduler:
             return held.state is State.PRESENT
         if held.state is not State.READY or not self._judge.good(seen, item, held):
             return False
+        if self._audits.takes(request_id, item, held):
+            return False
         self._holds.hold(request_id, seen, item.name)
         self._promised[request_id, identifier] = seen, item, held
         return True
@@ -237,7 +241,7 @@ class Scheduler:
         identifier = str(request.mm_features[index].identifier)
         promise = self._promised.pop((request_id, identifier), None)
         if promise is not None:  # before all else: vLLM takes the item for cached already
-            self._plan_load(request_id, *promise)
+            self._plans.load(request_id, *promise)
         if len(self._mirror) >= MIRROR_ITEMS:
             self._mirror.clear()
         self._mirror[identifier] = None
@@ -251,7 +255,10 @@ class Scheduler:
         encoded = promise is None and not skipped and item.kind is Kind.MEDIA
         if encoded and self._setup.producer:
             self._mirror[identifier] = self._judge.binding(seen, item)
-            self._plan_save(request, index, request_id, seen)
+            audit = self._audits.took(request_id, identifier)
+            # What is found, and not to be compared, is of other media or rows: nothing to keep.
+            if audit or held is None or held.state is not State.READY:
+                self._plans.save(request, index, request_id, seen, audit=audit)
 
     def build_meta(self, output: Any) -> StepMetadata:
         """This step's orders; ends the step's promises."""
@@ -268,22 +275,11 @@ class Scheduler:
     def planned(self, output: Any) -> StepMetadata:
         """The orders alone: what is left of `build_meta` when the rest of it fails."""
         self._promised.clear()
+        self._audits.clear()
         self._allocated.clear()
         self._current = None
         self._new_items = 0
-        # The V1 runner throws an idle step's metadata away: its loads go with the next one.
-        idle = self._setup.consumer and not output.total_num_scheduled_tokens
-        planned, self._saves = self._saves, []
-        saves = []
-        for order, request_id, index in planned:
-            encoded = index in output.scheduled_encoder_inputs.get(request_id, ())
-            if (encoded or order.cached) and not idle:
-                saves.append(order)
-            else:
-                self._holds.give_back(order.ticket)
-        loads: list[LoadOrder] = []
-        if not idle:
-            loads, self._loads = self._loads, []
+        loads, saves = self._plans.take(output)
         encodes = sum(map(len, output.scheduled_encoder_inputs.values()))
         return StepMetadata(self._nonce, self._hub.address, loads, saves, encodes)
 
@@ -357,37 +353,6 @@ class Scheduler:
         self._unavailable.add(request_id)
         self._holds.let_go_all(request_id, seen)
         self._judge.stops_waiting(request_id, seen, "failed")
-
-    def _plan_load(self, request_id: str, seen: Seen, item: MediaItem, held: Held) -> None:
-        transfer = self._holds.start_transfer(item.name, held)
-        assert held.spec is not None  # a promise is only made of what is ready
-        self._loads.append(LoadOrder(transfer, item.identifier, held.spec, held.extents))
-        if item.kind is Kind.MEDIA:
-            self._holds.let_go(request_id, seen, item.name)
-
-    def _plan_save(
-        self,
-        request: Any,
-        index: int,
-        request_id: str,
-        seen: Seen,
-        *,
-        encoded_from: Binding | None = None,
-    ) -> None:
-        """Plan to save an item that is encoded in this step, or was `encoded_from` these inputs."""
-        item = seen.items[index]
-        grant = self._holds.take_grant(item)
-        if grant is None:
-            return
-        ticket, extents = grant
-        spec = TensorSpec(self._setup.dtype, (item.rows, self._setup.widths[item.modality]))
-        meta = ItemMeta(placeholder=self._classifier.placeholder(request.mm_features[index]))
-        binding = encoded_from or self._judge.binding(seen, item)
-        self._holds.expect_save(ticket, item.name, spec, meta=meta, binding=binding)
-        seen.saved[item.identifier] = ticket
-        cached = encoded_from is not None
-        order = SaveOrder(ticket, item.identifier, spec, extents, cached)
-        self._saves.append((order, request_id, index))
 
     def _pump(self) -> None:
         """Take in what engine, ranks and operators have said since."""

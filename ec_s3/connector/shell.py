@@ -97,6 +97,11 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
             return otherwise
 
     @property
+    def side(self) -> SchedulerSide | None:
+        """The scheduler part, for who drives an engine in its own process; None elsewhere."""
+        return self._side
+
+    @property
     def _on(self) -> SchedulerSide | None:
         """The scheduler part, while it is trusted."""
         return self._side if self._errors < MAX_ERRORS else None

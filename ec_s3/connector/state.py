@@ -36,6 +36,7 @@ class Held:
         grant: bytes reserved at `extents` to save the item into, 0 for none.
         meta: what came with the item.
         shared: the bucket is known to hold it.
+        audit: it is encoded even if it is found, once the pages for that are there.
         holders: requests that hold it.
         transfers: loads that not every rank has answered.
     """
@@ -49,6 +50,7 @@ class Held:
     grant: int = 0
     meta: ItemMeta = field(default_factory=ItemMeta)
     shared: bool = False
+    audit: bool = False
     holders: set[str] = field(default_factory=set)
     transfers: set[int] = field(default_factory=set)
 
@@ -185,6 +187,7 @@ class Setup:
         replay: most tokens of a prefix hit that vLLM may compute again.
         patience: whether a request with media goes on waiting for an item of so many bytes that it
             has waited for so many seconds.
+        audit_fraction: share of the items found that are encoded all the same.
     """
 
     producer: bool
@@ -200,3 +203,4 @@ class Setup:
     require_binding: bool = False
     replay: int = 0
     patience: Callable[[int, float], bool] = lambda _nbytes, _waited: True
+    audit_fraction: float = 0.0

@@ -6,6 +6,7 @@ registers and fills the Prometheus metrics with vLLM's own labels.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -18,12 +19,15 @@ try:
 except ImportError:  # vLLM 0.30 asks no connector for statistics: nobody makes these classes there
     ECConnectorPromMetrics = ECConnectorStats = object
 
+from ec_s3.connector.identity import namespace_labels
 from ec_s3.connector.log_line import log_line
 from ec_s3.metric_table import METRICS
 from ec_s3.metrics import combine, observations, parse_series
 
 if TYPE_CHECKING:
     from ec_s3.metric_table import Metric
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "vllm:ec_s3_"
 
@@ -75,6 +79,16 @@ class ECS3PromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # vLLM is 
             for engine in per_engine_labelvalues.values():
                 for values in metric.all_series():
                     self._metrics[metric.name].labels(*engine, *values)
+        self._tell_namespace(vllm_config)
+
+    def _tell_namespace(self, vllm_config: Any) -> None:
+        try:
+            labels = namespace_labels(vllm_config)
+        except Exception:  # the border to vLLM: a server starts without this metric, too
+            logger.debug("no metric of the namespace", exc_info=True)
+            return
+        for engine in self.per_engine_labelvalues.values():
+            self._metrics["namespace_info"].labels(*engine, *labels).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report of an engine."""

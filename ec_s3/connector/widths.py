@@ -23,10 +23,10 @@ def output_widths(vllm_config: Any) -> dict[str, int]:
         return dict(measured)
     if not ec.is_ec_producer:
         return {}
-    return dict.fromkeys(MODALITIES, _configured(vllm_config.model_config))
+    return dict.fromkeys(MODALITIES, configured_width(vllm_config.model_config))
 
 
-def _configured(model: Any) -> int:
+def configured_width(model: Any) -> int:
     """The language model's width, as often as the encoder hands out features of its levels.
 
     Qwen3-VL and its kin lay the features of several encoder levels side by side ("DeepStack").

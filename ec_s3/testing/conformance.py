@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from ec_s3.store import Buffer, GetResult, Store
+    from ec_s3.types import ObjectInfo
 
 _BODY = bytes(range(256)) * 4
 
@@ -35,6 +36,29 @@ _BODY = bytes(range(256)) * 4
 def buffer(nbytes: int) -> memoryview:
     """An `into` that gives every read a buffer of its own."""
     return memoryview(bytearray(nbytes))
+
+
+class Heard:
+    """An `into` that notes in order what it is told."""
+
+    def __init__(self) -> None:
+        self.info: ObjectInfo | None = None
+        self.asked: int | None = None
+        self.told: list[int] = []
+
+    def answered(self, info: ObjectInfo) -> None:
+        assert self.info is None, "told twice"
+        assert self.asked is None, "told too late"
+        self.info = info
+
+    def __call__(self, nbytes: int) -> memoryview:
+        self.asked = nbytes
+        return buffer(nbytes)
+
+    def arrived(self, nbytes: int) -> None:
+        assert self.asked is not None
+        assert nbytes <= self.asked
+        self.told.append(nbytes)
 
 
 async def read(store: Store, key: str) -> bytes | None:
@@ -158,6 +182,28 @@ class StoreTests:
         for length in (1, 0, None):
             with pytest.raises(RemoteChangedError):
                 await store.get("a/k", into=buffer, start=0, length=length, if_match=etag)
+
+    @pytest.mark.parametrize(("start", "length"), [(0, None), (3, 500_000), (5, 0), (900_000, 9)])
+    async def test_a_progress_hears_of_which_object_a_body_is(
+        self, store: Store, start: int, length: int | None
+    ) -> None:
+        etag = await stored(store, body=os.urandom(800_000))
+        heard = Heard()
+        result = await store.get("a/k", into=heard, start=start, length=length)
+        assert result is not None
+        assert heard.info == result.info
+        assert (result.info.etag, result.info.size) == (etag, 800_000)
+        assert heard.asked == result.body.nbytes
+        assert heard.told == sorted(heard.told)
+
+    async def test_a_progress_hears_nothing_where_there_is_no_body(self, store: Store) -> None:
+        etag = await stored(store)
+        heard = Heard()
+        assert await store.get("a/none", into=heard) is None
+        assert await store.get("a/k", into=heard, if_none_match=etag) is not None
+        with pytest.raises(RemoteChangedError):
+            await store.get("a/k", into=heard, if_match='"other"')
+        assert (heard.info, heard.asked, heard.told) == (None, None, [])
 
     async def test_if_none_match_reads_only_what_is_new(self, store: Store) -> None:
         asked: list[int] = []

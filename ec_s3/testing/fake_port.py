@@ -31,6 +31,7 @@ class FakePort:
         grants: names and sizes reserved, by ticket.
         filled_items: what was saved, in order.
         filled_metas: what came with it.
+        compared: what was only to be compared with what is there, in order.
         weight_versions: names given to `resume`.
         made: leases and grants by ticket: how many weight versions had been named by then.
         suspended: whether between `suspend` and `resume`.
@@ -46,6 +47,7 @@ class FakePort:
         self.grants: dict[int, tuple[str, int]] = {}
         self.filled_items: list[tuple[str, TensorSpec]] = []
         self.filled_metas: list[ItemMeta] = []
+        self.compared: list[tuple[str, TensorSpec]] = []
         self.history: list[Want] = []
         self.weight_versions: list[str] = []
         self.made: dict[int, int] = {}
@@ -130,15 +132,20 @@ class FakePort:
             self.made[ticket] = len(self.weight_versions)
         self._events.append(Granted(ticket, self.extents_of(ticket) if room else None))
 
-    def filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def filled(
+        self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False
+    ) -> None:
         """See `EnginePort.filled`."""
-        self._post(partial(self._filled, ticket, spec, meta))
+        self._post(partial(self._filled, ticket, spec, meta, compare=compare))
 
-    def _filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta) -> None:
+    def _filled(self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool) -> None:
         name, nbytes = self.grants.pop(ticket)
         assert spec.nbytes == nbytes, "a reservation is filled with what it was made for"
         if self._late(ticket):
             return  # made by other weights
+        if compare:
+            self.compared.append((name, spec))
+            return
         self.filled_items.append((name, spec))
         self.filled_metas.append(meta)
         self.items.setdefault(name, spec)

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import ClosedError, RemoteChangedError
-from ec_s3.store import GetResult
+from ec_s3.store import GetResult, progress_of
 from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 from ec_s3.url import check_key
 
@@ -58,6 +58,8 @@ class MemoryStore:
             return GetResult(memoryview(b""), start, info)
         end = info.size if length is None else start + max(0, length)
         data = self.objects[key][start:end]
+        if (progress := progress_of(into)) is not None:
+            progress.answered(info)
         view = into(len(data))[: len(data)]
         view[:] = data
         return GetResult(view, start, info)

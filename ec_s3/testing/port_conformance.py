@@ -219,6 +219,24 @@ class PortTests:
         assert read(slab, ready.extents, SPEC) == body
         release(port, ready)
 
+    def test_what_is_only_compared_is_not_kept(
+        self, port: EnginePort, slab: Slab, stats: Stats, name: str
+    ) -> None:
+        body = save(port, slab, name)
+        granted = reserve(port, name)
+        fill(slab, granted.extents or (), SPEC, granted.ticket)
+        port.filled(granted.ticket, SPEC, META, compare=True)
+
+        def compared() -> bool:
+            stats.merge(port.drain_stats())
+            return stats.snapshot()["audits_different"] == 1
+
+        until(compared, "it was not compared")
+        ready = want(port, name)
+        assert isinstance(ready, Ready)
+        assert read(slab, ready.extents, SPEC) == body
+        release(port, ready)
+
     def test_item_may_lie_in_scattered_pages(self, port: EnginePort, slab: Slab, name: str) -> None:
         pages = []
         while (page := reserve(port, "page", PAGE_BYTES)).extents:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
+import sys
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
+import interference
 import numpy as np
 import pytest
 from suite.client import Client, WrongTensorError
 from suite.data import Items, file_shape, make
+from suite.everything import benchmarks
 from suite.measure import Cell, Spread, digits, speedup, take_turns
-from suite.page import load, render
-from suite.report import Report
+from suite.page import QUESTIONS, publish
+from suite.report import Report, Usage
+from suite.runner import DIRECT, OURS, Benchmark
 from suite.server import ByteServer
+
+from ec_s3.config import ECConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,9 +107,73 @@ def test_contenders_take_turns_and_the_first_round_does_not_count() -> None:
         calls.append(label)
         return {"call": len(calls)}
 
-    answers = take_turns(["a", "b"], run, rounds=2)
+    answers = take_turns(["a", "b"], run, least=2, most=5, seconds=0.0)
     assert calls == ["a", "b", "a", "b", "b", "a"]
     assert answers == {"a": [{"call": 3}, {"call": 6}], "b": [{"call": 4}, {"call": 5}]}
+
+
+def test_there_are_as_many_rounds_as_there_is_time_for() -> None:
+    answers = take_turns(["a"], lambda _: {}, least=1, most=7, seconds=1e6)
+    assert len(answers["a"]) == 7
+
+
+class Played(Benchmark):
+    """One whose contenders answer from a table."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["played", "--no-lmcache"])
+        super().__init__("played", title="Played", notes=[], description="", seconds=0.0)
+
+    def play(self, *, judged: bool = True) -> dict[str, Cell]:
+        walls = {OURS: 1.0, DIRECT: 0.5, "other": 3.0}
+
+        def run(label: str) -> dict[str, Any]:
+            return {"wall": walls[label], "cpu": 0.1, "free": 2.0}
+
+        return self.cell(
+            {"callers": 4},
+            list(walls),
+            run,
+            count=2,
+            nbytes=10**6,
+            judged=judged,
+            columns=lambda cell: {"free ms": cell.free, **cell.speed_columns()},
+        )
+
+
+def test_a_cell_adds_a_row_for_each_system(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    bench = Played(monkeypatch)
+    bench.play()
+    assert [row["system"] for row in bench.report.rows] == [OURS, DIRECT, "other"]
+    first = bench.report.rows[0]
+    assert {k: first[k] for k in ("callers", "free ms", "MB/s", "CPU s/GB")} == {
+        "callers": 4,
+        "free ms": 2.0,
+        "MB/s": 2.0,
+        "CPU s/GB": 50.0,
+    }
+
+
+@pytest.mark.parametrize(("judged", "rounds"), [(True, 5), (False, 3)])
+def test_what_a_target_is_judged_by_has_five_rounds(
+    monkeypatch: pytest.MonkeyPatch, out: Path, *, judged: bool, rounds: int
+) -> None:
+    assert len(Played(monkeypatch).play(judged=judged)[OURS].seconds) == rounds
+
+
+def test_a_target_says_its_spread_and_its_cause_where_it_is_missed(
+    monkeypatch: pytest.MonkeyPatch, out: Path
+) -> None:
+    bench = Played(monkeypatch)
+    cells = bench.play()
+    bench.compare("met", cells, "other", limit=3.0, cause="the cause")
+    bench.compare("missed", cells, "other", limit=3.1, cause="the cause")
+    bench.compare("nobody to compare with", cells, "absent", limit=1.0)
+    spread = "quartiles 3.00 to 3.00; 6.00 with `s3_transport=direct`"
+    assert [(t.text, t.value, t.met, t.note) for t in bench.report.targets] == [
+        ("met", 3.0, True, spread),
+        ("missed", 3.0, False, f"{spread}; the cause"),
+    ]
 
 
 def test_a_speedup_compares_the_same_rounds_and_allows_for_their_sizes() -> None:
@@ -199,23 +271,108 @@ def test_a_report_has_the_documented_form(out: Path) -> None:
         {"text": "fast", "limit": ">= 2", "value": 2.5, "met": True, "note": ""},
         {"text": "slow", "limit": "<= 3", "value": None, "met": False, "note": "why"},
     ]
-    assert {"title", "notes", "quick", "machine", "versions", "date"} < document.keys()
+    assert {"title", "notes", "quick", "beside", "machine", "versions", "date"} < document.keys()
 
 
-def test_the_page_shows_targets_and_systems_side_by_side(out: Path) -> None:
+def test_interference_is_judged_by_the_default_engine() -> None:
+    default = ECConfig().engine
+    rows: list[dict[str, object]] = [
+        {"engine": mode, "median grows %": grows, "p99 grows %": grows}
+        for mode, grows in (("nothing again", 0.5), ("thread", 40.0), ("process", 1.0))
+    ]
+    report = interference.report_of(rows, quick=True)
+    assert f"The default is `engine: {default}`." in report.notes
+    judged = next(row for row in rows if row["engine"] == default)
+    for target in report.targets:
+        assert target.value == judged["median grows %"]
+        assert f"`engine: {default}`" in target.note
+
+
+@pytest.fixture
+def page(out: Path, tmp_path: Path) -> Path:
+    return tmp_path / "docs" / "reference" / "benchmarks.md"
+
+
+def test_the_page_shows_missed_targets_first_and_systems_side_by_side(
+    out: Path, page: Path
+) -> None:
     report = Report(title="Gets")
     for callers, ours in ((1, 10.0), (16, 1234.0)):
         for system, rate in (("ec_s3", ours), ("other | one", 5.0)):
             figures = {"MB/s": rate, "low": rate - 1, "high": rate + 1, "CPU s/GB": 0.5}
             report.rows.append({"callers": callers, "system": system} | figures)
+    report.at_least("fast enough", value=2.5, limit=2)
     report.at_least("twice as fast", value=1.5, limit=2, note="the cause")
     report.write("gets")
-    (out / "gets-1.png").touch()
     (out / "foreign.json").write_text("[1]")
-    page = render(load(out))
-    assert "0 of 1 met" in page
-    assert "| **missed** | twice as fast | >= 2 | 1.50 | the cause |" in page
-    assert "| callers | ec_s3 | other | one |" in page
-    assert "| 16 | 1,230 (1,230 to 1,240) | 5.00 (4.00 to 6.00) |" in page
-    assert "`gets-1.png`" in page
-    assert "Shortened" not in page
+    publish(page)
+    text = page.read_text()
+    assert "1 of 2 met" in text
+    missed = "| twice as fast | >= 2 | 1.50 | the cause | [gets](#gets) |"
+    assert text.index("### Missed") < text.index(missed) < text.index("### Met")
+    assert "| callers | ec_s3 | other | one |" in text
+    assert "| 16 | 1,230 (1,230 to 1,240) | 5.00 (4.00 to 6.00) |" in text
+    assert "Shortened" not in text
+
+
+def test_the_page_says_what_else_the_machine_did(
+    out: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, cores in (("quiet", 0.05), ("busy", 1.234)):
+        monkeypatch.setattr("suite.report.beside", lambda cores=cores: cores)
+        Report(title=name).write(name)
+    publish(page)
+    assert "other work kept busy: “busy” 1.23\n" in page.read_text()
+
+
+def test_work_of_its_own_children_is_not_beside_a_benchmark() -> None:
+    before = Usage.now()
+    spin = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    after = Usage.now()
+    assert after.own - before.own >= 0.3
+    assert after.machine > before.machine
+
+
+def test_rows_are_shown_in_the_unit_they_have(out: Path, page: Path) -> None:
+    report = Report(title="Host tier")
+    report.rows += [
+        {"what": "get", "system": "ec_s3", "MB/s": 10.0, "us": None},
+        {"what": "lease", "system": "ec_s3", "MB/s": None, "us": 3.05},
+    ]
+    report.write("host")
+    publish(page)
+    speeds, _, leases = page.read_text().partition("Microseconds per operation")
+    assert "| get | 10.0 |" in speeds
+    assert "lease" not in speeds
+    assert "| lease | 3.05 |" in leases
+
+
+def test_the_page_has_one_section_per_question_in_a_readers_order(out: Path, page: Path) -> None:
+    for name in ("another", "codec", "ttft"):
+        Report(title="Other").write(name)
+    publish(page)
+    headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+    assert headings == [
+        f"## {QUESTIONS['ttft']}",
+        f"## {QUESTIONS['codec']}",
+        "## Other",
+    ]
+
+
+def test_small_pictures_go_into_the_page(out: Path, page: Path) -> None:
+    Report(title="Gets").write("gets")
+    (out / "gets-1.png").write_bytes(b"small")
+    (out / "gets-2.png").write_bytes(b"large" * 100_000)
+    publish(page)
+    assert "![Gets](images/bench-gets-1.png)" in page.read_text()
+    assert "gets-2" not in page.read_text()
+    assert [p.name for p in (page.parent / "images").iterdir()] == ["bench-gets-1.png"]
+
+
+def test_every_benchmark_has_its_question_and_says_how_long_it_takes() -> None:
+    scripts = benchmarks([])
+    assert {script.stem for script in scripts} == set(QUESTIONS)
+    for script in scripts:
+        usage = script.read_text().partition("from __future__")[0]
+        assert re.search(r"--quick\].* (minutes?|s); quick: \d+", usage), script.stem

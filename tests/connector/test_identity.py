@@ -62,6 +62,8 @@ def test_whatever_changes_an_output_changes_the_namespace() -> None:
         identity(hf={"text_config": {"layers": 2, "hidden_size": 5120}}),
         identity(hf={"thinker_config": {"text_config": {"hidden_size": 5120}}}),
         identity(multimodal_config=SimpleNamespace(video_pruning_rate=0.5)),
+        identity(multimodal_config=SimpleNamespace(mm_processor_kwargs={"max_pixels": 1})),
+        identity(multimodal_config=SimpleNamespace(mm_processor_kwargs={"max_pixels": 2})),
         identity(load_format="dummy"),
         identity(load_format="dummy", seed=1),
         identity(ECConfig(weight_version="2")),
@@ -79,6 +81,13 @@ def test_whatever_does_not_change_an_output_leaves_the_namespace() -> None:
         identity(hf={"transformers_version": "6"}),
         identity(hf={"vision_config": {"depth": 2, "_name_or_path": "/x", "dtype": "float32"}}),
         identity(revision=""),
+        identity(multimodal_config=SimpleNamespace(mm_processor_kwargs={})),
+        identity(multimodal_config=SimpleNamespace(mm_processor_kwargs={"device": "cuda"})),
+        identity(
+            multimodal_config=SimpleNamespace(
+                mm_processor_kwargs={"device": "cuda:1", "images_kwargs": {"device": "cuda:1"}}
+            )
+        ),
     } == {identity()}
 
 
@@ -126,7 +135,7 @@ def test_another_way_of_hashing_content_is_another_namespace(
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_settings_that_change_the_inputs_are_in_vllms_identifiers_and_need_no_namespace() -> None:
+def test_what_a_request_sets_for_its_inputs_is_in_vllms_identifiers() -> None:
     """vLLM#49975: one picture, decoded in two ways. Whoever fills a bucket needs the same ones."""
     if not os.environ.get("REQUIRE_VLLM"):
         pytest.importorskip("vllm", exc_type=ImportError)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_play import Feature, Position, Request, feature
 
-from ec_s3.connector.media import Classifier, Kind, MediaItem, Rules, bind
+from ec_s3.connector.media import Classifier, Kind, MediaItem, Rules
+from ec_s3.keys import bind
 from ec_s3.metrics import Stats
 
 

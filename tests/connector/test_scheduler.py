@@ -393,6 +393,19 @@ def test_producer_saves_what_the_bucket_lacks() -> None:
     assert len(play.encode(request).saves) == 1
 
 
+def test_item_that_two_requests_of_a_step_bring_is_saved_once_and_as_an_encode() -> None:
+    """As a save from vLLM's cache it would not tell how long its encode took."""
+    play = Play(role="producer")
+    first, second = (play.request(feature(), name=name) for name in ("first", "second"))
+    play.scheduler.ensure(first, 0)
+    play.port.absent(play.only_want())
+    assert play.scheduler.ensure(first, 0)
+    play.scheduler.allocated(first, 0)
+    assert play.scheduler.ensure(second, 0)
+    (order,) = play.scheduler.build_meta(Output(scheduled_encoder_inputs={"first": [0]})).saves
+    assert not order.cached
+
+
 def test_consumer_loads_and_never_saves() -> None:
     play = Play(role="consumer")
     request = play.request(feature("a"), feature("b", offset=4))

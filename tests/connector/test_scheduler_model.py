@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from vllm_play import Feature, Output, Play, Request, feature, spec
 
 from ec_s3.connector.link import Answer
-from ec_s3.connector.media import bind
+from ec_s3.keys import bind
 from ec_s3.types import MissReason
 
 RANKS = 2

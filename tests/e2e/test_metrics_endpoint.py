@@ -27,7 +27,8 @@ SECONDS = 60.0
 STILL = {
     *("breaker_open", "corrupt_objects", "repaired_objects", "errors", "given_up", "switched_off"),
     *("local_evictions", "rejected_puts", "pinned", "unusable_inputs"),
-    *("index_items", "index_answers"),
+    *("index_items", "index_answers", "refreshed_objects", "audits"),
+    *("warm_start_items", "warm_start_bytes", "warm_start_running"),
 }
 """Metrics that stay at zero where nothing goes wrong, nothing is full and there is no index."""
 

@@ -86,7 +86,7 @@ class Bench:
             "flush_timeout": 30.0,
             **settings,
         }
-        self.engines.append(ECCacheEngine(ECConfig(**values), NAMESPACE))  # type: ignore[arg-type]  # pydantic checks
+        self.engines.append(ECCacheEngine(ECConfig(**values), NAMESPACE))
         return self.engines[-1]
 
     def key(self, identifier: str) -> str:

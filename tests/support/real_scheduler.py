@@ -223,7 +223,7 @@ class RealScheduler:
     def _fill_vllms_hole(self, output: Any) -> None:
         """vLLM forgets the encodes of a request that it preempts within the step, and counts them
         as cached all the same. That is its own hole; it is filled, so that only ours are found."""
-        kept = {order.identifier for order in self.play.scheduler._loads}
+        kept = {order.identifier for order in self.play.scheduler._plans.loads}
         kept |= {order.identifier for order in output.ec_connector_metadata.loads}
         for identifier, (name, index) in self._allocated.items():
             planned = index in output.scheduled_encoder_inputs.get(name, ())

@@ -74,12 +74,12 @@ class SmallEngine:
         failed: requests that ended with an error.
         steps: engine steps taken.
         encoder: makes outputs of items; a test may put in another.
+        right: what an answer must be made of; goes with the encoder.
     """
 
     def __init__(
         self, *, role: str = "both", ranks: int = 1, width: int = WIDTH, **settings: Any
     ) -> None:
-        self._width = width
         patient = {"flush_timeout": 20, "fetch_timeout": 20}  # a busy machine's bucket is slow
         extra = {"engine": "thread", "max_local_cpu_size": 64 * PAGE, **patient, **settings}
         config = _vllm_config(role, ranks, {"image": width}, extra)
@@ -92,6 +92,7 @@ class SmallEngine:
         self.encoder: Callable[[Sequence[Feature]], Sequence[torch.Tensor]] = lambda items: [
             reference(item, width=width) for item in items
         ]
+        self.right: Callable[[Feature], torch.Tensor] = lambda item: reference(item, width=width)
         self._counted = Stats()
         self._saves = role != "consumer"
         self._loads = role != "producer"
@@ -182,7 +183,7 @@ class SmallEngine:
                     raise EngineDeadError(f"encoder cache miss for {item.identifier!r}")
                 if cache[item.identifier].shape[0] != item.mm_position.get_num_embeds():
                     raise EngineDeadError(f"other rows of {item.identifier!r}")
-                right = torch.equal(cache[item.identifier], reference(item, width=self._width))
+                right = torch.equal(cache[item.identifier], self.right(item))
                 assert right, f"a wrong answer from {item.identifier!r}"
 
     # -- more steps --------------------------------------------------------------------------
@@ -199,8 +200,9 @@ class SmallEngine:
     @property
     def stats(self) -> dict[str, float]:
         """Everything counted by both halves so far."""
-        self._counted.merge(self.side.port.drain_stats())
+        # What the scheduler part took from the port in a step is older than what is left there.
         self._counted.merge(self.side.stats.drain())
+        self._counted.merge(self.side.port.drain_stats())
         return self._counted.snapshot()
 
     @property

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from ec_s3.arriving import Arriving
 from ec_s3.store import Progress
+from ec_s3.types import ObjectInfo
 
 MIB = 1 << 20
 
 
 def made(nbytes: int) -> Arriving:
     arriving = Arriving(lambda n: memoryview(bytearray(n)))
+    arriving.answered(ObjectInfo("k", 9 * MIB, "e"))
     assert len(arriving(nbytes)) == nbytes
     return arriving
 
 
-def test_it_is_told_ever_less_at_a_time_and_no_crumbs() -> None:
-    arriving = made(8 * MIB)
+def test_it_says_of_which_object_a_body_is_before_the_body_is_there() -> None:
+    arriving = Arriving(lambda n: memoryview(bytearray(n)))
     assert isinstance(arriving, Progress)
-    stops = [arriving.arrived(0)]
-    while stops[-1] < 8 * MIB:
-        stops.append(arriving.arrived(stops[-1]))
-    assert stops[:4] == [4 * MIB, 6 * MIB, 7 * MIB, 15 * MIB // 2]
-    assert len(stops) == 5
+    assert (arriving.etag, arriving.size) == ("", 0)
+    arriving.answered(ObjectInfo("k", 9 * MIB, "e"))
+    assert (arriving.etag, arriving.size, arriving.have) == ("e", 9 * MIB, 0)
 
 
 async def test_nothing_is_there_before_it_was_told() -> None:
     arriving = made(4 * MIB)
-    assert arriving.arrived(0) == 2 * MIB
     waiting = asyncio.create_task(arriving.reaches(1))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -37,11 +38,38 @@ async def test_nothing_is_there_before_it_was_told() -> None:
     assert arriving.have == 2 * MIB
 
 
+async def test_each_who_waits_is_woken_when_his_bytes_are_there() -> None:
+    arriving = made(4 * MIB)
+    late, soon = (asyncio.create_task(arriving.reaches(n * MIB)) for n in (3, 1))
+    await asyncio.sleep(0)
+    for told in (0, MIB - 1):
+        arriving.arrived(told)
+        await asyncio.sleep(0)
+        assert not soon.done()
+    arriving.arrived(MIB)
+    assert await soon
+    assert not late.done()
+    arriving.arrived(3 * MIB)
+    assert await late
+
+
 async def test_whoever_waits_for_more_than_comes_is_told_so_at_the_end() -> None:
     arriving = made(4 * MIB)
-    waiting = asyncio.create_task(arriving.reaches(4 * MIB))
+    waiting = asyncio.create_task(arriving.reaches(4 * MIB + 1))
     arriving.arrived(3 * MIB)
     await asyncio.sleep(0)
     assert not waiting.done()
-    arriving.end(0)
+    arriving.end()
     assert not await waiting
+    assert await arriving.reaches(4 * MIB)
+
+
+async def test_whoever_waits_for_a_body_that_fails_hears_why() -> None:
+    arriving = made(4 * MIB)
+    waiting = asyncio.create_task(arriving.reaches(4 * MIB))
+    await asyncio.sleep(0)
+    arriving.end(ConnectionError("gone"))
+    with pytest.raises(ConnectionError, match="gone"):
+        await waiting
+    with pytest.raises(ConnectionError, match="gone"):
+        await arriving.reaches(1)

@@ -101,12 +101,12 @@ class TestValues:
 
     @pytest.mark.parametrize(
         ("text", "expected"),
-        [(2, 2.0), (0.5, 0.5), ("250ms", 0.25), ("2s", 2.0), ("1m", 60.0), ("1h", 3600.0)],
+        [(2, 2.0), (0.5, 0.5), ("250ms", 0.25), ("2s", 2.0), ("1h", 3600.0), ("2d", 172800.0)],
     )
     def test_durations(self, text: object, expected: float) -> None:
         assert parse_duration(text) == expected
 
-    @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), True, None, "soon", "1d", ""])
+    @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), True, None, "soon", "1w", ""])
     def test_other_durations_are_refused(self, bad: object) -> None:
         with pytest.raises(ValueError, match="not a duration"):
             parse_duration(bad)
@@ -396,6 +396,35 @@ class TestValueObject:
         assert config.url == "s3://bucket/p"
         assert config.source("url") == "environment EC_S3_URL"
         assert config.salt.get_secret_value() == "hunter2"
+
+
+class TestUpkeep:
+    def test_all_of_it_is_off_unless_it_is_wanted(self) -> None:
+        config = make()
+        assert (config.warm_start, config.object_lifetime, config.audit_fraction) == (0, None, 0.0)
+        assert make(**config.model_dump(mode="json")).object_lifetime is None
+
+    def test_sizes_times_and_shares_are_understood(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("EC_S3_AUDIT_FRACTION", "0.25")
+        config = make(warm_start="8GiB", object_lifetime="36h")
+        assert (config.warm_start, config.object_lifetime) == (8 * GIB, 36 * 3600.0)
+        assert config.audit_fraction == 0.25
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"audit_fraction": 1.01},
+            {"audit_fraction": -0.1},
+            {"audit_fraction": "nan"},
+            {"object_lifetime": 0},
+            {"object_lifetime": "a month"},
+            {"warm_start": "-1"},
+        ],
+    )
+    def test_others_are_refused_by_name(self, bad: dict[str, object]) -> None:
+        (name,) = bad
+        with pytest.raises(ConfigError, match=name):
+            make(**bad)
 
 
 class TestLMCache:

@@ -15,7 +15,7 @@ from ec_s3.control import (
     MAX_CONTROL_BYTES,
     MAX_DELETED,
     Control,
-    Poll,
+    control_poll,
     edit,
     load,
     parse_control,
@@ -188,7 +188,7 @@ class Rig:
         self.key = KEY
         self.obeyed: list[Control] = []
         self.stats = Stats()
-        self.poll = Poll(
+        self.poll = control_poll(
             self.store, key=lambda: self.key, obey=self.obey, stats=self.stats, period=0.001
         )
 
@@ -202,7 +202,7 @@ class Rig:
 
     async def ask(self) -> str:
         before = self.stats.snapshot()
-        await self.poll.ask()
+        await self.poll.look()
         after = self.stats.snapshot()
         [outcome] = [
             name.removeprefix("control_polls_")
@@ -282,7 +282,7 @@ async def test_it_asks_again_and_again_and_at_once_when_hurried() -> None:
         while rig.stats.snapshot()["control_polls_absent"] < 3:  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.001)
     task.cancel()
-    slow = Poll(rig.store, key=lambda: KEY, obey=rig.obey, stats=rig.stats, period=3600)
+    slow = control_poll(rig.store, key=lambda: KEY, obey=rig.obey, stats=rig.stats, period=3600)
     task = asyncio.create_task(slow.run())
     before = rig.stats.snapshot()["control_polls_absent"]
     async with asyncio.timeout(20):

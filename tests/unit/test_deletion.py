@@ -12,12 +12,14 @@ from ec_s3.errors import RemoteUnavailableError
 from ec_s3.local import LocalTier
 from ec_s3.pages import Slab
 from ec_s3.presence import Presence, Refused
-from ec_s3.reader import Reader, Tiers
 from ec_s3.testing.memory import MemoryStore
+from ec_s3.tiers import Tiers
 from ec_s3.types import DeleteReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+
+    from ec_s3.reader import Reader
 
 
 class Bars:

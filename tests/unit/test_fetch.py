@@ -6,35 +6,34 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from ec_s3 import fetch
+from ec_s3 import chunks
 from ec_s3.buffers import Body, BufferPool
+from ec_s3.chunks import PARALLEL_RANGES, RANGE_BYTES, spans
 from ec_s3.errors import RemoteChangedError, RemoteTimeoutError
-from ec_s3.fetch import (
-    RANGE_BYTES,
-    Fetcher,
-    Miss,
-    PrivateItem,
-)
+from ec_s3.fetch import Fetcher, Miss, PrivateItem
 from ec_s3.keys import Namespace
 from ec_s3.local import Lease, LocalTier
 from ec_s3.pages import PAGE_BYTES, Slab
 from ec_s3.store import GetResult, Progress
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.types import ItemMeta, MissReason, TensorSpec
-from ec_s3.wire import encode
+from ec_s3.wire import encode, read_header
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from ec_s3.types import ObjectInfo
     from ec_s3.wire import Header
 
 NAMESPACE = Namespace(model="org/model", dtype="uint8")
 CAPACITY = 40 << 20
+START_BYTES = (5 << 20) + 5000
+"""Of a body that arrives slowly: the header, and five chunks of noise."""
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
@@ -195,8 +194,31 @@ async def test_a_large_object_is_read_in_parallel_ranges_of_one_version(rig: Rig
     assert first == Get(0, RANGE_BYTES, None)
     assert len(rest) == 4
     assert {get.if_match for get in rest} == {'"1"'}
-    assert rig.store.most_inside > 1
-    assert all(get.length is not None and get.length <= RANGE_BYTES for get in rest)
+    assert 1 < rig.store.most_inside <= PARALLEL_RANGES
+    size, at = len(rig.store.objects[NAMESPACE.object_key("x")]), RANGE_BYTES
+    for get in rest:  # no byte is read twice
+        assert get.start == at
+        assert get.length is not None
+        assert get.length <= RANGE_BYTES
+        at += get.length
+    assert at == size
+
+
+def test_ranges_follow_one_another_and_every_chunk_ends_in_one() -> None:
+    for nbytes in (0, 1, RANGE_BYTES - 300, RANGE_BYTES, RANGE_BYTES + 1, (30 << 20) + 5):
+        obj = stored("x", noise(nbytes))
+        header = read_header(obj, max_tensor_bytes=100 << 20)
+        found, at = [], 0
+        for span in spans(header):
+            assert (span.start, span.stop <= len(obj)) == (at, True)
+            at = span.stop
+            found += [*([span.chunks.start - 1] if span.cut else []), *span.chunks]
+            for i in span.chunks:
+                begin, size = header.chunk_range(i)
+                assert span.start <= begin
+                assert begin + size <= span.stop
+        assert at == len(obj)
+        assert found == list(range(len(header.chunks)))
 
 
 async def test_ranges_give_their_buffers_back_as_they_are_decoded(rig: Rig) -> None:
@@ -220,12 +242,13 @@ async def test_ranges_give_their_buffers_back_as_they_are_decoded(rig: Rig) -> N
 
 
 class Slow(Recorder):
-    """Tells how far a body is, and goes on when it is let."""
+    """Tells how far a body is, and lets an object's beginning end when it is let."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go_on = asyncio.Event()
         self.lengths: list[int] = []
+        self.beside = 0
 
     async def get(
         self,
@@ -238,17 +261,30 @@ class Slow(Recorder):
         if_none_match: str | None = None,
     ) -> GetResult | None:
         assert isinstance(into, Progress)
-        body = self.objects[key]
-        view = into(len(body))
-        stop = min(into.arrived(0), len(body))
-        view[:stop] = body[:stop]
-        into.arrived(stop)
-        await self.go_on.wait()
-        view[stop:] = body[stop:]
         info = await self.head(key)
         assert info is not None
+        if if_match is not None and if_match != info.etag:
+            raise RemoteChangedError("replaced", operation="get", key=key)
+        body = self.objects[key][start : start + (length or 0)]
+        into.answered(info)
+        view = into(len(body))
+        stop = min(START_BYTES, len(body))
+        view[:stop] = body[:stop]
+        into.arrived(stop)
+        if start:
+            self.beside += 1
+        else:
+            await self.go_on.wait()
+        view[stop:] = body[stop:]
         self.lengths.append(len(body))
         return GetResult(view, start, info)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everything go on until something has come about."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.001)
 
 
 async def test_chunks_are_decoded_while_the_rest_of_a_range_is_on_its_way(
@@ -257,19 +293,19 @@ async def test_chunks_are_decoded_while_the_rest_of_a_range_is_on_its_way(
     decoded: list[range] = []
     begun = threading.Event()
 
-    def watched(header: Header, chunks: range, *rest: object) -> None:
-        real(header, chunks, *rest)
-        decoded.append(chunks)
+    def watched(header: Header, chosen: range, *rest: object) -> None:
+        real(header, chosen, *rest)
+        decoded.append(chosen)
         begun.set()
 
-    real: Callable[..., None] = fetch._decode
-    monkeypatch.setattr("ec_s3.fetch._decode", watched)
-    store, data = Slow(), noise(4 << 20)
+    real: Callable[..., None] = chunks.decode
+    monkeypatch.setattr("ec_s3.chunks.decode", watched)
+    store, data = Slow(), noise(7 << 20)
     rig.store = store
     key = await rig.put("x", stored("x", data))
     fetching = asyncio.create_task(rig.fetch("x"))
     assert await asyncio.to_thread(begun.wait, 20)
-    assert decoded == [range(1)]
+    assert {i for chosen in decoded for i in chosen} <= set(range(5))
     assert not rig.tier.contains(key), "not before all of it has come"
     store.go_on.set()
     lease = await fetching
@@ -281,7 +317,7 @@ async def test_chunks_are_decoded_while_the_rest_of_a_range_is_on_its_way(
 async def test_a_bad_object_is_read_to_its_end_before_it_is_refused(rig: Rig) -> None:
     store = Slow()
     rig.store = store
-    body = bytearray(stored("x", noise(4 << 20)))
+    body = bytearray(stored("x", noise(7 << 20)))
     body[100_000] ^= 1
     await rig.put("x", bytes(body))
     fetching = asyncio.create_task(rig.fetch("x"))
@@ -290,6 +326,95 @@ async def test_a_bad_object_is_read_to_its_end_before_it_is_refused(rig: Rig) ->
     store.go_on.set()
     assert await fetching == Miss(MissReason.CORRUPT, '"1"')
     assert store.lengths == [len(body)]
+    rig.assert_nothing_held()
+
+
+async def test_a_store_that_tells_nothing_meanwhile_is_read_all_the_same(rig: Rig) -> None:
+    class Silent(Recorder):
+        async def get(
+            self, key: str, *, into: Callable[[int], memoryview], **more: Any
+        ) -> GetResult | None:
+            return await super().get(key, into=lambda nbytes: into(nbytes), **more)
+
+    rig.store, data = Silent(), noise((20 << 20) + 3)
+    await rig.put("x", stored("x", data))
+    assert await rig.bytes_of("x") == data
+    assert {get.if_match for get in rig.store.gets[1:]} == {'"1"'}
+
+
+async def test_later_ranges_are_read_beside_the_first(rig: Rig) -> None:
+    store, data = Slow(), noise((30 << 20) + 77)
+    rig.store = store
+    key = await rig.put("x", stored("x", data))
+    fetching = asyncio.create_task(rig.fetch("x"))
+    await until(lambda: store.beside == 3)  # all there are
+    assert not rig.tier.contains(key), "not before all of it has come"
+    store.go_on.set()
+    lease = await fetching
+    assert isinstance(lease, Lease)
+    with lease:
+        assert b"".join(lease.segments()) == data
+
+
+@pytest.mark.parametrize("at", [100_000, RANGE_BYTES + (2 << 20)])
+async def test_what_is_read_beside_a_bad_range_is_read_to_its_end_and_no_more_is_begun(
+    rig: Rig, at: int
+) -> None:
+    store = Slow()
+    rig.store = store
+    body = bytearray(stored("x", noise(60 << 20)))
+    body[at] ^= 1
+    await rig.put("x", bytes(body))
+    fetching = asyncio.create_task(rig.fetch("x", keep=True))
+    await until(lambda: len(store.lengths) >= PARALLEL_RANGES - 1)
+    store.go_on.set()
+    assert await fetching == Miss(MissReason.CORRUPT, '"1"')
+    assert sum(store.lengths) < len(body)
+    assert rig.shelf.admitted == 0
+    rig.assert_nothing_held()
+
+
+async def test_an_object_that_is_replaced_beside_its_first_range_is_not_mixed(rig: Rig) -> None:
+    store = Slow()
+    rig.store = store
+    key = await rig.put("x", stored("x", noise(20 << 20, 1)))
+    real = store.head
+
+    async def replacing(key: str) -> ObjectInfo | None:
+        info = await real(key)
+        store.objects[key] = stored("x", noise(20 << 20, 2))
+        store._versions[key] = ('"2"', 0.0)
+        return info
+
+    store.head = replacing  # type: ignore[method-assign]  # steps in between two ranges
+    with pytest.raises(RemoteChangedError):
+        await rig.fetch("x")
+    assert not rig.tier.contains(key)
+    rig.assert_nothing_held()
+
+
+async def test_a_first_range_that_fails_ends_the_others(rig: Rig) -> None:
+    class Failing(Slow):
+        async def get(self, key: str, **more: Any) -> GetResult | None:
+            self.inside += 1
+            try:
+                if not more["start"]:
+                    await super().get(key, **more)
+                    raise RemoteTimeoutError("silence", operation="get", key=key)
+                await asyncio.Event().wait()
+                return None
+            finally:
+                self.inside -= 1
+
+    store = Failing()
+    rig.store = store
+    await rig.put("x", stored("x", noise(40 << 20)))
+    fetching = asyncio.create_task(rig.fetch("x"))
+    await until(lambda: store.inside == PARALLEL_RANGES)
+    store.go_on.set()
+    with pytest.raises(RemoteTimeoutError):
+        await fetching
+    assert store.inside == 0
     rig.assert_nothing_held()
 
 
@@ -454,7 +579,7 @@ async def test_pages_are_kept_while_a_thread_writes_however_often_it_is_cancelle
         entered.set()
         assert leave.wait(10)
 
-    monkeypatch.setattr("ec_s3.fetch._decode", slow)
+    monkeypatch.setattr("ec_s3.chunks.decode", slow)
     task = asyncio.create_task(rig.fetch("x"))
     await asyncio.get_running_loop().run_in_executor(None, entered.wait, 10)
     for _ in range(4):

@@ -203,6 +203,23 @@ async def test_a_body_lands_in_the_buffer_that_was_lent(piece: int, late: bool) 
         assert script.connections == 1
 
 
+async def test_what_is_told_of_a_body_is_there() -> None:
+    async with serving(WHOLE, piece=20_000) as script, pool_of(script) as pool:
+        connection = await pool.acquire()
+        await connection.request(REQUEST, ())
+        view, heard = memoryview(bytearray(len(BODY))), [0]
+
+        def told(nbytes: int) -> None:
+            assert view[:nbytes] == BODY[:nbytes]
+            heard.append(nbytes)
+
+        assert await connection.readinto(view, told) == len(BODY)
+        assert len(heard) > 1
+        assert heard == sorted(set(heard))
+        assert heard[-1] < len(BODY)
+        pool.release(connection)
+
+
 @pytest.mark.parametrize("piece", [1, 3, 1000])
 async def test_answers_arrive_in_any_pieces(piece: int) -> None:
     answers = [

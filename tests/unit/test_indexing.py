@@ -11,7 +11,7 @@ import pytest
 from ec_s3 import indexing
 from ec_s3.errors import IndexObjectError, RemoteUnavailableError
 from ec_s3.index import MAX_INDEX_BYTES, tag_of
-from ec_s3.indexing import IndexPoll, list_tags, write_index
+from ec_s3.indexing import index_poll, list_tags, write_index
 from ec_s3.keys import Namespace, identifier_digest
 from ec_s3.metrics import Stats
 from ec_s3.presence import Listing
@@ -39,7 +39,7 @@ class Rig:
         self.stats = Stats()
         self.space = SPACE
         self.listing = Listing(wall_clock=lambda: NOW)
-        self.poll = IndexPoll(
+        self.poll = index_poll(
             self.store,
             namespace=lambda: self.space,
             listing=self.listing,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ec_s3.chunks import RANGE_BYTES
 from ec_s3.config import ECConfig
 from ec_s3.directory import DirectoryStore
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import RemoteDeniedError, RemoteUnavailableError
-from ec_s3.fetch import RANGE_BYTES
 from ec_s3.guard import GuardedStore
 from ec_s3.keys import Namespace
 from ec_s3.metrics import Stats

@@ -293,6 +293,36 @@ def test_close_stops_a_running_populate(monkeypatch: pytest.MonkeyPatch) -> None
     assert steps == [0]
 
 
+def test_memory_is_populated_where_huge_pages_are_refused(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(mapping: object, start: int, nbytes: int) -> bool:
+        asked.append(start)
+        return False
+
+    monkeypatch.setattr(memfd, "enlarge", refuse)
+    slab.populate(step=MIB)
+    assert slab.populated_bytes == slab.nbytes
+    assert asked == [0]  # and not again
+
+
+def test_huge_pages_keep_the_content_and_stay_within_their_part() -> None:
+    with Slab.create(8 * MIB) as slab:
+        slab.view(Extent(3 * MIB, 3))[:] = b"abc"
+        mapping = slab.view(Extent(0, slab.nbytes)).obj
+        memfd.enlarge(mapping, MIB, 6 * MIB)  # type: ignore[arg-type]  # a view's owner has no type
+        assert bytes(slab.view(Extent(3 * MIB, 3))) == b"abc"
+        assert os.fstat(slab.fd).st_blocks * 512 <= 6 * MIB
+
+
+def test_a_part_without_a_whole_huge_page_is_left_alone(slab: Slab) -> None:
+    mapping = slab.view(Extent(0, slab.nbytes)).obj
+    assert not memfd.enlarge(mapping, MIB, MIB)  # type: ignore[arg-type]  # a view's owner has no type
+    assert os.fstat(slab.fd).st_blocks == 0
+
+
 def test_resident_memory_is_the_setting_within_three_percent() -> None:
     out = run_python("""
         from pathlib import Path

@@ -94,6 +94,19 @@ def test_want_released_before_it_started_asks_nobody(port: ThreadPort, store: Ga
     assert store.calls == {"get": 1}
 
 
+def test_flush_waits_for_what_was_saved_and_then_it_is_known_to_be_there(
+    port: ThreadPort, slab: Slab, store: Gated
+) -> None:
+    save(port, slab, "a")
+    key = port.cache.key_of("a")
+    assert port.flush(0.01).pending == 1
+    assert not port.cache.is_known_shared(key)
+    store.open.set()
+    assert port.flush(10).complete
+    assert port.cache.is_known_shared(key)
+    assert key in store.objects
+
+
 def test_want_released_under_way_is_called_off(port: ThreadPort, store: Gated) -> None:
     port.want(Want(ticket=_TICKET, identifier="a", save_nbytes=SPEC.nbytes))
     assert store.entered.wait(10)
@@ -154,7 +167,7 @@ def test_engine_that_cannot_start_leaves_no_thread(
     def broken(_: object) -> None:
         raise ConfigError("cannot be used")
 
-    monkeypatch.setattr("ec_s3.engine.open_store", broken)
+    monkeypatch.setattr("ec_s3.wiring.open_store", broken)
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="cannot be used"):
         ThreadPort(config("s3://bucket"), NAMESPACE, slab)

@@ -25,8 +25,9 @@ from ec_s3.local import LocalTier
 from ec_s3.metrics import Stats
 from ec_s3.pages import PAGE_BYTES, Slab
 from ec_s3.presence import Presence, Refused
-from ec_s3.reader import ANYTHING, Reader, Tiers, release_all
+from ec_s3.reader import ANYTHING, Reader, release_all
 from ec_s3.testing.memory import MemoryStore
+from ec_s3.tiers import Tiers
 from ec_s3.types import Expectation, ItemMeta, MissReason, TensorSpec
 from ec_s3.wire import encode
 from ec_s3.writeback import DiskWriteback
@@ -220,17 +221,17 @@ async def test_who_must_know_does_not_believe_a_remembered_no(rig: Rig) -> None:
 async def test_an_out_of_band_deletion_is_noticed(rig: Rig) -> None:
     """LMCache#4745: there existence stayed "yes" for ever and each load ended in a 404."""
     key = await rig.store("a")
-    assert await rig.reader.contains("a")
+    assert await rig.reader.existence.contains("a")
     del rig.bucket.objects[key]
-    assert await rig.reader.contains("a")  # believed for a while
+    assert await rig.reader.existence.contains("a")  # believed for a while
     assert await rig.read("a") is MissReason.ABSENT
-    assert not await rig.reader.contains("a")  # the 404 has corrected it
+    assert not await rig.reader.existence.contains("a")  # the 404 has corrected it
     await rig.store("a")
     rig.now = 5.0
-    assert await rig.reader.contains("a")
+    assert await rig.reader.existence.contains("a")
     del rig.bucket.objects[key]
     rig.now = 65.0
-    assert not await rig.reader.contains("a")  # and without a get, time has
+    assert not await rig.reader.existence.contains("a")  # and without a get, time has
 
 
 @pytest.mark.parametrize(
@@ -246,16 +247,16 @@ async def test_a_bad_object_is_a_counted_miss_and_marked_for_repair(
     rig: Rig, body: bytes, reason: MissReason
 ) -> None:
     key = await rig.store("a", body)
-    assert await rig.reader.contains("a")
+    assert await rig.reader.existence.contains("a")
     assert await rig.read("a") is reason
     assert rig.counts() == {
         "queries": 1,
         f"misses_{reason}": 1,
         "corrupt_objects_remote": 1,
     }
-    assert not await rig.reader.contains("a")
+    assert not await rig.reader.existence.contains("a")
     rig.now = 100.0
-    assert not await rig.reader.contains("a")  # still that version
+    assert not await rig.reader.existence.contains("a")  # still that version
     assert rig.refused.knows(key, '"1"')
     await rig.store("a")
     rig.now = 105.0
@@ -411,7 +412,7 @@ async def test_a_failing_disk_is_passed_over(rig: Rig) -> None:
 async def test_without_a_bucket_everything_else_is_absent(rig: Rig) -> None:
     rig.make(remote=False)
     assert await rig.read("a") is MissReason.ABSENT
-    assert not await rig.reader.contains("a")
+    assert not await rig.reader.existence.contains("a")
 
 
 async def test_many_keys_are_asked_for_in_parallel_and_once(rig: Rig) -> None:
@@ -419,31 +420,31 @@ async def test_many_keys_are_asked_for_in_parallel_and_once(rig: Rig) -> None:
         await rig.store(name)
     rig.bucket.gate.clear()
     names = ["a", "bb", "ccc", "a"]
-    asking = asyncio.create_task(rig.reader.contains_many(names))
+    asking = asyncio.create_task(rig.reader.existence.contains_many(names))
     await until(lambda: rig.bucket.inside == 3)
     rig.bucket.gate.set()
     assert await asking == {"a": True, "bb": True, "ccc": False}
-    assert await rig.reader.contains_many(names) == {"a": True, "bb": True, "ccc": False}
+    assert await rig.reader.existence.contains_many(names) == {"a": True, "bb": True, "ccc": False}
     assert rig.bucket.calls["head"] == 3  # remembered
 
 
 async def test_existence_is_no_when_nobody_can_say(rig: Rig) -> None:
     rig.bucket.errors = [RemoteDeniedError("no", operation="head")]
-    assert not await rig.reader.contains("a")
+    assert not await rig.reader.existence.contains("a")
     rig.bucket.gate.clear()
-    assert not await rig.reader.contains("a", timeout=0.01)
+    assert not await rig.reader.existence.contains("a", timeout=0.01)
     rig.bucket.gate.set()
     await rig.store("a")
-    assert await rig.reader.contains("a")  # neither was remembered as a no
+    assert await rig.reader.existence.contains("a")  # neither was remembered as a no
 
 
 async def test_existence_on_disk_needs_no_bucket(rig: Rig) -> None:
     rig.make(disk=True)
     await rig.disk.put(NAMESPACE.object_key("a"), [encoded("a")])
-    assert await rig.reader.contains("a")
+    assert await rig.reader.existence.contains("a")
     assert "head" not in rig.bucket.calls
     rig.disk.errors = [RemoteDeniedError("no", operation="head")]
-    assert not await rig.reader.contains("bb")
+    assert not await rig.reader.existence.contains("bb")
 
 
 async def test_prefetched_items_are_local_hits(rig: Rig) -> None:

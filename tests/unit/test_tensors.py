@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from ec_s3.tensors import as_bytes, copy_out, dtype_name, from_bytes, spec_of, torch_dtype
+from ec_s3.tensors import (
+    as_bytes,
+    copy_in,
+    copy_out,
+    dtype_name,
+    from_bytes,
+    spec_of,
+    torch_dtype,
+)
 from ec_s3.types import DTYPE_BYTES, TensorSpec
 
 if TYPE_CHECKING:
@@ -116,6 +126,26 @@ def test_copy_out_shares_nothing() -> None:
     tensor = copy_out([memoryview(memory)], TensorSpec("uint8", (2, 2)), "cpu")
     memory[0] = 99
     assert tensor.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_copies_in_host_memory_start_no_threads(pieces: int) -> None:
+    data = torch.arange(8 << 20, dtype=torch.int32)
+    memory = memoryview(bytearray(data.nbytes))
+    size = data.nbytes // pieces
+    segments = [memory[size * i : size * (i + 1)] for i in range(pieces)]
+    threads: list[int] = []
+
+    def copy() -> None:  # in a thread of its own: OpenMP has a pool for each
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+        copy_in(data, segments)
+        back = copy_out(segments, spec_of(data), "cpu")
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+        assert as_bytes(back) == as_bytes(data)
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(copy).result()
+    assert threads[0] == threads[1]
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])

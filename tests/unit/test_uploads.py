@@ -28,7 +28,7 @@ from ec_s3.pages import PAGE_BYTES, Slab
 from ec_s3.presence import Presence, Refused
 from ec_s3.quiet import REPEAT_SECONDS
 from ec_s3.testing.memory import MemoryStore
-from ec_s3.types import FlushReport, ItemMeta, PutOutcome, TensorSpec
+from ec_s3.types import FlushReport, ItemMeta, ObjectInfo, PutOutcome, TensorSpec
 from ec_s3.uploads import HEAD_ABOVE, Upload, UploadQueue, UploadTargets
 from ec_s3.wire import decode
 
@@ -290,6 +290,66 @@ async def test_a_large_body_follows_a_head(rig: Rig, nbytes: int, heads: int) ->
     assert rig.bucket.calls.get("head", 0) == heads
     assert rig.bucket.order.count(NAMESPACE.object_key("a")) == 1 - heads
     assert rig.count("exists") == 1
+
+
+class Reluctant(Bucket):
+    """Answers HEAD when it is let, first with the errors in `excuses`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.excuses: list[ECS3Error] = []
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        found = await super().head(key)
+        await self.may_answer.wait()
+        if self.excuses:
+            raise self.excuses.pop(0)
+        return found
+
+
+@pytest.fixture
+async def reluctant(rig: Rig) -> Reluctant:
+    rig.bucket = bucket = Reluctant()
+    await rig.queue.close(1)
+    rig.make()
+    return bucket
+
+
+async def test_the_bucket_is_asked_while_the_body_is_made(rig: Rig, reluctant: Reluctant) -> None:
+    rig.offer("a", 2 * HEAD_ABOVE)
+    await until(lambda: rig.stats.snapshot()["save_seconds_encode_count"] == 1)
+    assert reluctant.calls["head"] == 1
+    assert reluctant.order == []
+    reluctant.may_answer.set()
+    assert (await rig.queue.drain(10)).complete
+    rig.assert_stored("a", 2 * HEAD_ABOVE)
+    assert reluctant.calls["head"] == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_look_that_fails_is_taken_again_before_a_body_is_sent(
+    rig: Rig, reluctant: Reluctant
+) -> None:
+    reluctant.excuses = [RemoteUnavailableError("no", operation="head", key="k")] * 2
+    reluctant.may_answer.set()
+    rig.offer("a", 2 * HEAD_ABOVE)
+    assert (await rig.queue.drain(10)).complete
+    assert reluctant.calls["head"] == 3
+    assert reluctant.order.count(NAMESPACE.object_key("a")) == 1
+
+
+async def test_an_upload_withdrawn_during_its_look_leaves_nothing(
+    rig: Rig, reluctant: Reluctant
+) -> None:
+    before = asyncio.all_tasks()
+    rig.offer("a", 2 * HEAD_ABOVE)
+    await until(lambda: reluctant.calls.get("head", 0) == 1)
+    await rig.queue.withdraw([NAMESPACE.object_key("a")], outcome="closed")
+    await settle()
+    assert asyncio.all_tasks() == before
+    assert rig.count("closed") == 1
+    assert reluctant.order == []
 
 
 async def test_the_rate_limit_is_asked_for_each_body(rig: Rig) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import (
 from suite.systems.base import ThreadSystem
 
 
-class Bare(ECExampleConnector):
+class Bare(ECExampleConnector):  # type: ignore[misc]  # vLLM is untyped at this border
     """The connector without a vLLM configuration: only its folder, and the role of a producer."""
 
     def __init__(self, folder: str) -> None:

@@ -105,7 +105,8 @@ class Bucket(ThreadSystem):
         if found is None:
             return None
         try:
-            return found.tensor.clone().view(self.shape)
+            copy: torch.Tensor = found.tensor.clone()
+            return copy.view(self.shape)
         finally:
             found.ref_count_down()
 
@@ -133,7 +134,7 @@ class Bucket(ThreadSystem):
         self.s3.object_size_cache.clear()
 
     def path(self, name: str) -> str:
-        return "/" + self.key(name).to_string()
+        return f"/{self.key(name).to_string()}"
 
 
 class Engine(ThreadSystem):
@@ -155,12 +156,14 @@ class Engine(ThreadSystem):
 
     def get(self, name: str) -> torch.Tensor | None:
         if not self.disk:
-            return self.engine.get(name, "cpu")
+            result: torch.Tensor | None = self.engine.get(name, "cpu")
+            return result
         found = self.manager.get(self.engine._make_cache_key(name))  # noqa: SLF001  see above
         if found is None:
             return None
         try:
-            return found.tensor.clone()
+            copy: torch.Tensor = found.tensor.clone()
+            return copy
         finally:
             found.ref_count_down()
 

@@ -8,7 +8,7 @@ from ec_s3.blocking import ECCacheEngine
 from ec_s3.config import ECConfig
 from ec_s3.engine import EncoderCache
 from ec_s3.keys import Namespace
-from suite.systems.base import AsyncSystem, ThreadSystem
+from suite.systems.base import AsyncSystem, System, ThreadSystem
 
 NAMESPACE = Namespace(model="bench/model", dtype="bfloat16")
 
@@ -27,18 +27,21 @@ def config(settings: dict[str, Any]) -> ECConfig:
     return ECConfig(**values | settings.get("config", {}))
 
 
-def start_cold(cache: EncoderCache) -> None:
-    """Forget the host tier, and what is known of the bucket."""
-    cache.tier.clear()
-    tiers = cache.reader.tiers
-    tiers.presence.clear()
+class Cached(System):
+    """What both faces have in common; `cache` is the engine behind them."""
+
+    cache: EncoderCache
+
+    def forget(self) -> None:
+        """Drop the host tier, and what is known of the bucket."""
+        self.cache.tier.clear()
+        self.cache.reader.tiers.presence.clear()
+
+    def path(self, name: str) -> str:
+        return f"/bench/{self.cache.key_of(name)}"
 
 
-def path_of(cache: EncoderCache, name: str) -> str:
-    return f"/bench/{cache.key_of(name)}"
-
-
-class Ours(AsyncSystem):
+class Ours(Cached, AsyncSystem):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self.cache = self.loop.run_until_complete(EncoderCache.open(config(settings), NAMESPACE))
@@ -52,29 +55,15 @@ class Ours(AsyncSystem):
     async def contains(self, name: str) -> bool:
         return await self.cache.contains(name)
 
-    async def lease(self, name: str) -> bool:
-        """Take and give back the item in the host tier, without a copy."""
-        lease = self.cache.tier.lookup(self.cache.key_of(name))
-        if lease is None:
-            return False
-        lease.release()
-        return True
-
     def flush(self) -> None:
         report = self.loop.run_until_complete(self.cache.flush(60))
         assert not report.pending, report
-
-    def forget(self) -> None:
-        start_cold(self.cache)
-
-    def path(self, name: str) -> str:
-        return path_of(self.cache, name)
 
     def close(self) -> None:
         self.loop.run_until_complete(self.cache.close(1))
 
 
-class OursBlocking(ThreadSystem):
+class OursBlocking(Cached, ThreadSystem):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self.engine = ECCacheEngine(config(settings), NAMESPACE)
@@ -90,6 +79,7 @@ class OursBlocking(ThreadSystem):
         return self.engine.contains(name)
 
     def lease(self, name: str) -> bool:
+        """Take and give back the item in the host tier, without a copy."""
         lease = self.cache.tier.lookup(self.cache.key_of(name))
         if lease is None:
             return False
@@ -99,12 +89,6 @@ class OursBlocking(ThreadSystem):
     def flush(self) -> None:
         report = self.engine.flush(60)
         assert not report.pending, report
-
-    def forget(self) -> None:
-        start_cold(self.cache)
-
-    def path(self, name: str) -> str:
-        return path_of(self.cache, name)
 
     def close(self) -> None:
         self.engine.close(1)

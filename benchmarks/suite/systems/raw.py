@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from typing import TYPE_CHECKING, Any
 
 from suite.systems.base import ThreadSystem
@@ -21,13 +21,18 @@ class RawHttp(ThreadSystem):
         super().__init__(settings)
         self._mine = threading.local()
 
-    def get(self, path: str) -> bool:
+    def _answer(self, method: str, path: str) -> HTTPResponse:
+        """The answer on this thread's connection; its body is still to be read."""
         mine = self._mine
         if not hasattr(mine, "connection"):
             mine.connection = HTTPConnection("127.0.0.1", self.settings["port"], timeout=60)
             mine.buffer = bytearray()
-        mine.connection.request("GET", path)
-        answer = mine.connection.getresponse()
+        mine.connection.request(method, path)
+        answer: HTTPResponse = mine.connection.getresponse()
+        return answer
+
+    def get(self, path: str) -> bool:
+        answer, mine = self._answer("GET", path), self._mine
         length = int(answer.headers["Content-Length"])
         if len(mine.buffer) < length:
             mine.buffer = bytearray(length)
@@ -41,12 +46,7 @@ class RawHttp(ThreadSystem):
         return answer.status == 200
 
     def contains(self, path: str) -> bool:
-        mine = self._mine
-        if not hasattr(mine, "connection"):
-            mine.connection = HTTPConnection("127.0.0.1", self.settings["port"], timeout=60)
-            mine.buffer = bytearray()
-        mine.connection.request("HEAD", path)
-        answer = mine.connection.getresponse()
+        answer = self._answer("HEAD", path)
         answer.read()
         return answer.status == 200
 

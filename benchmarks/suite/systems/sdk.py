@@ -19,7 +19,8 @@ OPTIONS: dict[str, Any] = {
     "response_checksum_validation": "when_required",
     "s3": {"addressing_style": "path"},
 }
-CLIENT = {
+CLIENT: dict[str, Any] = {
+    "service_name": "s3",
     "region_name": "us-east-1",
     "aws_access_key_id": "testaccess",
     "aws_secret_access_key": "testsecret",
@@ -32,7 +33,7 @@ class Plain:
     shape: tuple[int, int]
 
     def tensor(self, bits: Any) -> bytes:
-        return bits.tobytes()
+        return bytes(bits.tobytes())
 
     def bits(self, result: bytes) -> Any:
         return np.frombuffer(result, dtype=np.uint16).reshape(self.shape)
@@ -45,7 +46,7 @@ class Aiobotocore(Plain, AsyncSystem):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self._context = get_session().create_client(
-            "s3", endpoint_url=settings["endpoint"], config=AioConfig(**OPTIONS), **CLIENT
+            **CLIENT, endpoint_url=settings["endpoint"], config=AioConfig(**OPTIONS)
         )
         self.client = self.loop.run_until_complete(self._context.__aenter__())
 
@@ -59,7 +60,8 @@ class Aiobotocore(Plain, AsyncSystem):
         except self.client.exceptions.NoSuchKey:
             return None
         async with answer["Body"] as body:
-            return await body.read()
+            whole: bytes = await body.read()
+            return whole
 
     async def contains(self, name: str) -> bool:
         try:
@@ -73,7 +75,7 @@ class Boto3(Plain, ThreadSystem):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self.client = Session().client(
-            "s3", endpoint_url=settings["endpoint"], config=Config(**OPTIONS), **CLIENT
+            **CLIENT, endpoint_url=settings["endpoint"], config=Config(**OPTIONS)
         )
 
     def put(self, item: tuple[str, bytes]) -> bool:
@@ -82,9 +84,10 @@ class Boto3(Plain, ThreadSystem):
 
     def get(self, name: str) -> bytes | None:
         try:
-            return self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+            whole: bytes = self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
         except self.client.exceptions.NoSuchKey:
             return None
+        return whole
 
     def contains(self, name: str) -> bool:
         try:
