@@ -27,6 +27,7 @@ SPARED_BYTES = 4096
 """A lifecycle rule leaves smaller objects alone: a namespace's description and kill switch."""
 
 _DIRECTORY_BUCKET = "--x-s3"
+_PATTERN = frozenset("*?$")
 _VERSION = "2012-10-17"
 
 
@@ -123,7 +124,8 @@ class Scope:
         key: ARN of the KMS key that encrypts them, empty for none.
 
     Raises:
-        ConfigError: a directory bucket, or an unknown partition.
+        ConfigError: a directory bucket, an unknown partition, or a prefix that a policy would
+            read as a pattern.
     """
 
     bucket: str
@@ -140,6 +142,11 @@ class Scope:
             )
         if self.partition not in PARTITIONS:
             raise ConfigError(f"partition: must be one of {', '.join(PARTITIONS)}")
+        if not _PATTERN.isdisjoint(self.prefix):
+            raise ConfigError(
+                "url: a policy reads *, ? and $ in a prefix as patterns, and would allow more than "
+                "the prefix; choose another"
+            )
 
     @classmethod
     def of(cls, location: S3Location, options: S3Options, *, partition: str = "aws") -> Scope:

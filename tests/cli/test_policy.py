@@ -197,6 +197,7 @@ class TestCommand:
             ["--url", "s3://b/p", "policy", "reader", "--partition", "moon"],
             ["--url", "s3://b/p", "policy", "lifecycle", "--expire-days", "0"],
             ["--url", "s3://b--use1-az4--x-s3/p", "policy", "reader"],
+            ["--url", "s3://bucket/team*", "policy", "reader"],
         ],
     )
     def test_what_has_no_such_rights_is_wrong_usage(self, arguments: list[str]) -> None:
