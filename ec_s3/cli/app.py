@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="ec-s3",
-    help="Look into the store of encoder outputs, and check that it can be used.",
+    help="Look after the store of encoder outputs: check it, fill it, clean it, cost it.",
     epilog="Exit codes: 0 all well, 1 something was found, 2 wrong arguments or settings, "
     "3 the store could not be used, 4 nothing of a job came about.",
     no_args_is_help=True,
