@@ -77,7 +77,7 @@ def job(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     broken.write_bytes(lab.pictures["china-2"].read_bytes()[:2000])
     files = dict(enumerate((lab.pictures[name] for name in _PICTURES), start=1))
     files |= {7: broken, 8: lab.pictures[_PICTURES[0]]}
-    return _run(lab, folder / "job", prefix="prewarmed", files=files, rounds=2)
+    return _run(lab, folder / "job", prefix="encoded-ahead", files=files, rounds=2)
 
 
 def test_bad_entry_is_left_out_and_the_others_are_in_the_bucket_once(
@@ -88,8 +88,8 @@ def test_bad_entry_is_left_out_and_the_others_are_in_the_bucket_once(
     assert list(first["reasons"]) == list(again["reasons"]) == ["7"]
     assert first["names"]["8"] == first["names"]["1"]
     assert (first["encoded"], again["encoded"]) == (6, 0)
-    assert len(lab.server.items("prewarmed")) == 6
-    assert [request.method for request in lab.moved("prewarmed")].count("PUT") == 6
+    assert len(lab.server.items("encoded-ahead")) == 6
+    assert [request.method for request in lab.moved("encoded-ahead")].count("PUT") == 6
 
 
 def test_objects_are_the_ones_that_an_engine_writes_for_its_clients(
@@ -105,7 +105,7 @@ def test_objects_are_the_ones_that_an_engine_writes_for_its_clients(
 
     theirs, ours = (
         {key.removeprefix(f"{prefix}/"): key for key in lab.server.items(prefix)}
-        for prefix in ("by-clients", "prewarmed")
+        for prefix in ("by-clients", "encoded-ahead")
     )
     assert theirs.keys() == ours.keys()
     names = set()
@@ -130,19 +130,19 @@ def test_objects_are_the_ones_that_an_engine_writes_for_its_clients(
 async def test_fresh_server_answers_from_the_bucket_alone_and_agrees_with_the_job(
     lab: Lab, job: dict[str, Any]
 ) -> None:
-    before = len(lab.moved("prewarmed"))
+    before = len(lab.moved("encoded-ahead"))
     settings = {"require_binding": True}
-    server = lab.serve(prefix="prewarmed", role="ec_both", settings=settings).wait()
+    server = lab.serve(prefix="encoded-ahead", role="ec_both", settings=settings).wait()
     replies = [server.chat([picture(lab.pictures[name]), text()]) for name in _PICTURES]
 
     assert [reply.status for reply in replies] == [200] * len(_PICTURES)
     assert server.encoded == 0
     assert len({reply.tokens for reply in replies}) > len(_PICTURES) // 2, "they see"
-    moved = lab.moved("prewarmed")[before:]
+    moved = lab.moved("encoded-ahead")[before:]
     assert [request.method for request in moved] == ["GET"] * len(_PICTURES)
     told = (await read_expected(server.url, ECConfig())).fields
     folder = job["namespace"].rpartition("/")[0]
-    written = fields_of(lab.read(f"prewarmed/v1/{folder}/namespace.json"))
+    written = fields_of(lab.read(f"encoded-ahead/v1/{folder}/namespace.json"))
     assert told["namespace"] == job["namespace"]
     assert {name: told[name] for name in FIELDS if name != "key_version"} == {
         name: written[name] for name in FIELDS if name != "key_version"
@@ -150,6 +150,7 @@ async def test_fresh_server_answers_from_the_bucket_alone_and_agrees_with_the_jo
     server.stop()
 
 
+@pytest.mark.slow
 def test_vllm_that_failed_is_started_again_and_clients_own_names_are_kept(
     lab: Lab, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_vllm_that_failed_is_started_again_and_clients_own_names_are_kept(
         assert lab.stored("names", name)[1].meta.input_digest
 
 
+@pytest.mark.slow
 def test_bucket_that_takes_nothing_fails_every_entry_with_the_reason(
     lab: Lab, bucket_faults: FaultServer, tmp_path: Path
 ) -> None:
