@@ -82,7 +82,7 @@ def options(
     context.obj = Invocation(given, Output(json=json))
 
 
-@app.command()
+@app.command(epilog="Example: ec-s3 --url s3://bucket/cache doctor")
 def doctor(context: typer.Context) -> None:
     """Show every setting and its source; check credentials, store, clock and speed."""
 
@@ -94,7 +94,7 @@ def doctor(context: typer.Context) -> None:
     finish(context, run)
 
 
-@app.command()
+@app.command(epilog="Example: ec-s3 demo --model qwen2-vl --workdir demo")
 def demo(
     context: typer.Context,
     workdir: Annotated[Path | None, typer.Option(help="Folder for logs and pictures.")] = None,

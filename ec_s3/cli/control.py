@@ -40,7 +40,7 @@ _LISTED = 10_000
 _FREE = {"cache": "on", "objects count": "all", "deleted": "none"}
 
 
-@commands.command("show")
+@commands.command("show", epilog="Example: ec-s3 control show org-model-0123456789abcdef")
 def _show(context: typer.Context, namespace: NamespaceArgument) -> None:
     """Say what holds for the servers of a namespace."""
 
@@ -50,13 +50,13 @@ def _show(context: typer.Context, namespace: NamespaceArgument) -> None:
     with_store(context, run)
 
 
-@commands.command("disable")
+@commands.command("disable", epilog="Example: ec-s3 control disable org-model-0123456789abcdef")
 def _disable(context: typer.Context, namespace: NamespaceArgument) -> None:
     """Switch the cache off on every server of a namespace."""
     _switch(context, namespace, enabled=False)
 
 
-@commands.command("enable")
+@commands.command("enable", epilog="Example: ec-s3 control enable org-model-0123456789abcdef")
 def _enable(context: typer.Context, namespace: NamespaceArgument) -> None:
     """Switch the cache on again."""
     _switch(context, namespace, enabled=True)
@@ -69,7 +69,10 @@ def _switch(context: typer.Context, namespace: str, *, enabled: bool) -> None:
     with_store(context, run)
 
 
-@commands.command("invalidate-before")
+@commands.command(
+    "invalidate-before",
+    epilog="Example: ec-s3 control invalidate-before org-model-0123456789abcdef now",
+)
 def _invalidate(
     context: typer.Context,
     namespace: NamespaceArgument,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-@commands.command("index")
+@commands.command("index", epilog="Example: ec-s3 index org-model-0123456789abcdef")
 def _index(context: typer.Context, namespace: NamespaceArgument) -> None:
     """List what a namespace holds, so that its servers need not ask for what it lacks."""
 

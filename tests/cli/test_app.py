@@ -20,7 +20,7 @@ from ec_s3.control import Control
 from ec_s3.keys import Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from ec_s3.testing.moto import S3Server
@@ -35,6 +35,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
+
+
+def commands() -> Iterator[tuple[list[str], Any]]:
+    """Every command with its names, those of groups included."""
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        below = getattr(command, "commands", {})
+        for inner, leaf in below.items():
+            yield [name, inner], leaf
+        if not below or command.invoke_without_command:
+            yield [name], command
 
 
 def free_port() -> int:
@@ -64,11 +75,17 @@ class TestStart:
     def test_without_a_command_help_is_shown(self) -> None:
         assert "doctor" in run().output
 
-    def test_every_command_explains_itself(self) -> None:
-        for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]  # a group
-            result = run(name, "--help")
+    def test_every_command_explains_itself_and_gives_an_example_of_itself(self) -> None:
+        found = list(commands())
+        assert len(found) >= 20
+        for names, command in found:
+            result = run(*names, "--help")
             assert result.exit_code == 0
             assert "Usage" in result.output
+            example = (command.epilog or "").removeprefix("Example: ec-s3 ")
+            assert example != command.epilog, names
+            at = example.index(" ".join(names))
+            assert not example[:at] or example.startswith("--"), "only global options before it"
 
 
 class TestExitCodes:
