@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import socket
 import threading
 from collections import deque
@@ -163,9 +164,25 @@ class Channel:
     def stop_receiving(self) -> None:
         """Let `receive` answer None from now on; what is to be sent still is.
 
-        The other end finds that it cannot send any more. A signal handler may call this.
+        The other end finds that it cannot send any more.
         """
         self._shut(socket.SHUT_RD)
+
+    def stop_receiving_on(self, number: signal.Signals) -> None:
+        """Do that when this process gets a signal; for its main thread, once.
+
+        A handler in Python would not run before the main thread has left `receive`.
+        """
+        heard, told = socket.socketpair()
+        told.setblocking(False)
+        signal.set_wakeup_fd(told.detach())
+        signal.signal(number, lambda *_: None)
+
+        def heed() -> None:
+            heard.recv(1)
+            self.stop_receiving()
+
+        threading.Thread(target=heed, name="ec_s3-signal", daemon=True).start()
 
     def _shut(self, how: int) -> None:
         with contextlib.suppress(OSError):

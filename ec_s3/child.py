@@ -372,10 +372,10 @@ def main(sock_fd: int, slab_fd: int) -> None:
     logging.basicConfig(level=logging.INFO, format="ec_s3 engine %(levelname)s %(message)s")
     os.set_inheritable(sock_fd, False)
     os.set_inheritable(slab_fd, False)
-    channel = Channel(socket.socket(fileno=sock_fd), name="ec_s3-answers")
     # A terminal's Ctrl-C is for the parent, which closes us; SIGTERM may be for the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: channel.stop_receiving())
+    channel = Channel(socket.socket(fileno=sock_fd), name="ec_s3-answers")
+    channel.stop_receiving_on(signal.SIGTERM)
     start = channel.receive()
     if start is None:
         return
@@ -387,8 +387,7 @@ def main(sock_fd: int, slab_fd: int) -> None:
         channel.drain(END_SECONDS)
         return
     service = _Service(channel, cache, loop)
-    watch = threading.Thread(target=service.watch, args=(start["parent"],), daemon=True)
-    watch.start()
+    threading.Thread(target=service.watch, args=(start["parent"],), daemon=True).start()
     channel.send({"kind": "started"})
     limit = service.serve()
     service.end(cache.config.flush_timeout if limit is None else limit)

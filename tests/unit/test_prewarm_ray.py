@@ -59,13 +59,29 @@ def summed(rows: list[dict[str, Any]], name: str) -> int:
     return sum(row[name] for row in rows)
 
 
+_STARTED: list[PlayedEncoder] = []
+
+
+def remembered(settings: EncoderSettings) -> PlayedEncoder:
+    _STARTED.append(start(settings))
+    return _STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def ended_workers() -> Iterator[None]:
+    """A worker's encoder lives as long as its process, which here has other tests to do."""
+    yield
+    while _STARTED:
+        _STARTED.pop().close()
+
+
 def worker(manifest: Path, *, shares: int = 4) -> Worker:
     return Worker(
         media=str(manifest),
         settings=settings(manifest),
         shares=shares,
         max_requests=None,
-        start=start,
+        start=remembered,
     )
 
 
