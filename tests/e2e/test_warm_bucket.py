@@ -10,8 +10,15 @@ if TYPE_CHECKING:
     from ec_s3.testing.lab import Lab
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["llava", "qwen2-vl"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("llava", "float32"),
+        pytest.param("llava", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("qwen2-vl", "float32", marks=pytest.mark.slow),
+        ("qwen2-vl", "bfloat16"),
+    ],
+)
 def test_second_process_answers_from_the_bucket_alone(lab: Lab, model: str, dtype: str) -> None:
     cold = lab.cold(model, dtype)
     assert [answer.encoded for answer in cold.answers.values()] == [1] * len(lab.pictures)

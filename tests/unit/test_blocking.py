@@ -432,7 +432,9 @@ def test_an_exit_with_queued_uploads_flushes_them(tmp_path: Path, *, keep: bool)
 
         def main():
             engine = ECCacheEngine(
-                ECConfig(url="file://{tmp_path}/bucket", max_local_cpu_size="16MiB"),
+                ECConfig(
+                    url="file://{tmp_path}/bucket", max_local_cpu_size="16MiB", flush_timeout=40
+                ),
                 Namespace(model="m"),
             )
             for i in range(20):
