@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bulk upload of tensors made elsewhere.")
     parser.add_argument("--quick", action="store_true", help="few items, few rounds")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # two for a copy of 1 MB wait for each other longer than they copy
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "testing")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testing")
     count = QUICK_ITEMS if args.quick else ITEMS

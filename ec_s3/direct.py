@@ -10,8 +10,7 @@ A request is sent as often as the SDK would: three times, after its pauses and w
 repetitions; a conditional PUT too, so its sender may meet its own write (412) and must expect it.
 Only a kept connection that turns out to be closed before it answered costs no pause.
 
-Runs on the event loop of the store. Credentials are held as long as the SDK holds them; soon
-before they end they are renewed in the background. They are in no repr, message or log line.
+Runs on the event loop of the store. Credentials are in no repr, message or log line.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import ssl
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from botocore.exceptions import ClientError, NoCredentialsError
-from botocore.httpsession import create_urllib3_context, get_cert_path
+from botocore.exceptions import ClientError
 from botocore.retries.quota import RetryQuota
 from botocore.retries.standard import ExponentialBackoff, RetryContext
 from botocore.utils import get_environ_proxies
@@ -36,8 +33,8 @@ from ec_s3.exchange import Address, client_error, described, is_elsewhere, reque
 from ec_s3.failures import SDK_ERRORS, map_error, place, status_of
 from ec_s3.http_grammar import HungUpError
 from ec_s3.pool import Pool
-from ec_s3.sigv4 import Credentials
 from ec_s3.transport import ATTEMPTS
+from ec_s3.trust import tls_context
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     from aiobotocore.session import AioSession
     from types_aiobotocore_s3.client import S3Client
 
+    from ec_s3.credentials import Keeper
     from ec_s3.http1 import HttpConnection
     from ec_s3.transport import Body
     from ec_s3.url import S3Location, S3Options
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DOCUMENT_BYTES = 256 << 10
-_RENEW_SECONDS = 600  # what is left of credentials when a request has to wait for new ones
 _REPEATED = (500, 502, 503, 504)
 _ANSWERS = (304, 404, 412)  # to what was asked
 _REPEAT_COST, _TIMEOUT_COST = 5, 10  # the SDK's, of its quota of 500
@@ -110,13 +107,10 @@ class _Addressed(Exception):  # noqa: N818  # no error: it ends the SDK's rehear
 
 
 class _Way:
-    """How a request reaches the bucket, and with whose credentials.
-
-    `source` is the SDK's credentials, static or renewing themselves.
-    """
+    """How a request reaches the bucket, and with whose credentials."""
 
     def __init__(
-        self, address: Address, *, source: Any, tls: ssl.SSLContext | None, options: S3Options
+        self, address: Address, *, source: Keeper, tls: ssl.SSLContext | None, options: S3Options
     ) -> None:
         self.address = address
         self.pool = Pool(
@@ -127,35 +121,7 @@ class _Way:
             read_timeout=options.read_timeout,
             size=options.max_connections,
         )
-        self._source = source
-        self._held: Credentials | None = None
-        self._renewal: asyncio.Task[None] | None = None
-
-    async def credentials(self) -> Credentials:
-        """What to sign with now; waits for the source only when that cannot be put off."""
-        if self._held is None or self._due(_RENEW_SECONDS):
-            await self._renew()
-        elif self._due(None) and (self._renewal is None or self._renewal.done()):
-            self._renewal = asyncio.ensure_future(self._renew())
-            self._renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
-        assert self._held is not None
-        return self._held
-
-    async def aclose(self) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-            await asyncio.gather(self._renewal, return_exceptions=True)
-        await self.pool.aclose()
-
-    def _due(self, seconds: int | None) -> bool:
-        due = getattr(self._source, "refresh_needed", None)  # static credentials have none
-        return due is not None and due(seconds)
-
-    async def _renew(self) -> None:
-        if self._source is None:
-            raise NoCredentialsError
-        frozen = await self._source.get_frozen_credentials()  # the SDK logs a failure by itself
-        self._held = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+        self.credentials = source.get_frozen_credentials
 
 
 class DirectClient:
@@ -200,7 +166,7 @@ class DirectClient:
     async def aclose(self) -> None:
         """Close this client's connections; idempotent."""
         if self._way is not None:
-            await self._way.aclose()
+            await self._way.pool.aclose()
 
     async def _call(self, operation: str, method: str, params: dict[str, Any]) -> Mapping[str, Any]:
         way = self._way or await self.prepare()
@@ -235,8 +201,10 @@ class DirectClient:
             else:
                 self._way = _Way(
                     Address(rehearsed.url, rehearsed.scope[1]),
-                    source=await self._session.get_credentials(),
-                    tls=await self._tls() if scheme == "https" else None,
+                    source=cast("Keeper", await self._session.get_credentials()),
+                    tls=await asyncio.to_thread(tls_context, self._options, self._session)
+                    if scheme == "https"
+                    else None,
                     options=self._options,
                 )
             return self._way
@@ -256,24 +224,6 @@ class DirectClient:
         finally:
             events.unregister(_BEFORE_SEND, stop)
         raise AssertionError("unreachable")
-
-    async def _tls(self) -> ssl.SSLContext:
-        """Trust whom the SDK would trust."""
-        verify: str | bool = self._options.verify
-        if verify:
-            chosen = self._options.ca_bundle or self._session.get_config_variable("ca_bundle")
-            verify = chosen or os.environ.get("REQUESTS_CA_BUNDLE", True)
-
-        def build() -> ssl.SSLContext:
-            context: ssl.SSLContext = create_urllib3_context()
-            context.check_hostname = bool(verify)
-            if verify:
-                context.load_verify_locations(get_cert_path(verify))  # type: ignore[arg-type]  # the stub forgets paths
-            else:
-                context.verify_mode = ssl.CERT_NONE
-            return context
-
-        return await asyncio.to_thread(build)
 
     def _leave(self, reason: str) -> None:
         if not self._off:
@@ -295,6 +245,8 @@ class DirectClient:
             except (ClientError, OSError) as exc:
                 cost = _TIMEOUT_COST if isinstance(exc, TimeoutError) else _REPEAT_COST
                 if attempt == ATTEMPTS or not self._passes(exc) or not self._quota.acquire(cost):
+                    if isinstance(exc, ClientError):
+                        exc.response["ResponseMetadata"]["RetryAttempts"] = attempt - 1
                     raise
                 spent += cost
                 if not isinstance(exc, HungUpError):
@@ -319,10 +271,10 @@ class DirectClient:
     async def _send(
         self, way: _Way, operation: str, method: str, params: dict[str, Any], *, fresh: bool
     ) -> Mapping[str, Any]:
+        credentials = await way.credentials()
         connection = await way.pool.acquire(fresh=fresh)
         incoming = None
         try:
-            credentials = await way.credentials()
             head = request_head(way.address, credentials, method=method, params=params)
             body: Body | None = params.get("Body")
             pieces = () if body is None else body.slices()

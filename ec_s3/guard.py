@@ -29,6 +29,11 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 
+CALL_SECONDS = 120.0
+"""Most that one call of a store may take in the background, whatever limits the store has."""
+
+_REMEDY = "check that the endpoint is up, reachable and an S3 server"
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +49,26 @@ async def connect_all(stores: Iterable[Store]) -> None:
                 await store.connect()
         except (RemoteError, TimeoutError) as error:
             logger.warning("a store is not ready yet: %s", str(error) or "no answer in time")
+
+
+async def bounded(operation: str, key: str, call: Awaitable[T]) -> T:
+    """The result of a call of a store that nobody waits for.
+
+    Raises:
+        RemoteError: the store failed, or did not return within `CALL_SECONDS`.
+    """
+    try:
+        async with asyncio.timeout(CALL_SECONDS):
+            return await call
+    except RemoteError:
+        raise
+    except TimeoutError:
+        message = f"{operation} did not return within {CALL_SECONDS:.0f} s"
+        raise RemoteTimeoutError(message, operation=operation, key=key) from None
+
+
+def _is_no_answer(error: RemoteError) -> bool:
+    return isinstance(error, RemoteTimeoutError | RemoteUnavailableError)
 
 
 class GuardedStore:
@@ -94,7 +119,7 @@ class GuardedStore:
         except RemoteError as error:
             self._count(operation, error.reason, started)
             self._complain(error)
-            if isinstance(error, RemoteTimeoutError | RemoteUnavailableError):
+            if _is_no_answer(error):
                 self._last_failure = str(error)
                 self._breaker.failure(self._clock())
             else:
@@ -103,8 +128,9 @@ class GuardedStore:
         except asyncio.CancelledError:
             # Nobody waits any more; a slow endpoint cancelled by deadlines is a failing one.
             self._count(operation, "cancelled", started)
-            self._last_failure = f"no answer to a {operation} within its caller's deadline"
-            self._breaker.abandoned()
+            silence = f"no answer to a {operation} within its caller's deadline"
+            self._last_failure = f"{silence}; {_REMEDY}"
+            self._breaker.abandoned(self._clock() - started)
             raise
         else:
             self._count(operation, "absent" if result is None else "ok", started)
@@ -115,7 +141,8 @@ class GuardedStore:
 
     def _complain(self, error: RemoteError) -> None:
         """Log a failed request, sparingly; errors carry no secret."""
-        more = self._quiet.due((error.operation, error.reason))
+        about = "" if _is_no_answer(error) else error.operation  # silence is the same for all
+        more = self._quiet.due((about, error.reason))
         if more is not None:
             alike = f" ({more} more like it since the last such line)" if more else ""
             logger.warning("a request to the bucket failed: %s%s", error, alike)

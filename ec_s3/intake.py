@@ -28,12 +28,13 @@ from ec_s3.errors import (
     RemoteError,
     RemoteTimeoutError,
 )
+from ec_s3.guard import CALL_SECONDS
 from ec_s3.keys import is_request_local
 from ec_s3.metrics import Stats
 from ec_s3.policy import Probing, TokenBucket
 from ec_s3.tensors import as_bytes, spec_of
 from ec_s3.types import ItemMeta, PutOutcome
-from ec_s3.uploads import CALL_SECONDS, HEAD_ABOVE, MAX_PAUSE, RETRY_SECONDS
+from ec_s3.uploads import HEAD_ABOVE, LATE_SECONDS, MAX_PAUSE, RETRY_SECONDS
 from ec_s3.wire import encode
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ T = TypeVar("T")
 PROBES_AT_ONCE = 32
 ENCODERS = 2
 COPIES = 3
-"""An item's bytes count so often: as a tensor, encoded, and for what sending it and the allocator
-take; benchmarks/uploads.py watches the whole process."""
+"""An item's bytes count so often. While it is encoded it is in memory twice, then once, and half a
+MiB of it again as it is sent; the rest is what the allocator keeps of items that are gone.
+benchmarks/uploads.py watches the whole process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,8 @@ class Intake:
             await self._charge(source)
         task = asyncio.create_task(self._deal_with(source))
         # Not the task itself, which may be called off before its first step.
-        task.add_done_callback(lambda _: self._ended(source))
+        name, nbytes = source.name, source.nbytes
+        task.add_done_callback(lambda _: self._ended(name, nbytes))
         self._under_way[source.name] = task
         self._report.most_items = max(self._report.most_items, len(self._under_way))
         if self._stopped:
@@ -252,48 +255,59 @@ class Intake:
         self._charged.add(source.name)
         self._report.most_bytes = max(self._report.most_bytes, self._budget.used)
 
-    def _ended(self, source: Source) -> None:
-        if source.name in self._charged:
-            self._charged.remove(source.name)
-            self._budget.release(COPIES * source.nbytes)
-        del self._under_way[source.name]
+    def _ended(self, name: str, nbytes: int) -> None:
+        if name in self._charged:
+            self._charged.remove(name)
+            self._budget.release(COPIES * nbytes)
+        del self._under_way[name]
         self._room.release()
 
     async def _deal_with(self, source: Source) -> None:
+        name, nbytes = source.name, source.nbytes
         try:
-            key = self._namespace.object_key(source.name)
+            key = self._namespace.object_key(name)
             if self._control.deletes(key.rpartition("/")[2], now=time.time()):
-                self._failed(source.name, "it was deleted lately, and may not come back yet")
+                self._failed(name, "it was deleted lately, and may not come back yet")
                 return
-            if await self._is_there(key, source.nbytes):
-                self._done(source, PutOutcome.EXISTS)
+            asked = time.monotonic()
+            if await self._is_there(key, ask=nbytes > HEAD_ABOVE or self._probing.wanted()):
+                self._done(name, nbytes, PutOutcome.EXISTS)
                 return
             if not source.held:
                 await self._charge(source)
+            # Ahead of its turn: the connections never wait for the codec, and a frame is smaller
+            # than the tensor, which nobody else holds.
+            frame = await run_to_end(self._codec, self._encode, source)
+            del source
             async with self._uploads:
-                self._done(source, await self._upload(key, source))
+                # Where others write, too, somebody may have been first meanwhile.
+                late = time.monotonic() - asked > LATE_SECONDS
+                if await self._is_there(key, ask=late and self._probing.useful):
+                    self._done(name, nbytes, PutOutcome.EXISTS)
+                    return
+                self._done(name, nbytes, await self._upload(key, frame))
         except _StopError as stop:
             self._stop(stop.error)
         except Exception as error:  # one bad item must not end the others
             logger.debug("an item could not be uploaded", exc_info=True)
-            self._failed(source.name, _reason(error))
+            self._failed(name, _reason(error))
 
-    async def _is_there(self, key: str, nbytes: int) -> bool:
-        if nbytes <= HEAD_ABOVE and not self._probing.wanted():
+    async def _is_there(self, key: str, *, ask: bool) -> bool:
+        """Whether the store has it; a guess where it is not to be asked."""
+        if not ask:
             return False
         async with self._probes:
             info = await self._persist("head", key, lambda: self._store.head(key))
         self._probing.learn(present=info is not None)
         return info is not None
 
-    async def _upload(self, key: str, source: Source) -> PutOutcome:
-        frame = await run_to_end(self._codec, self._encode, source)
+    async def _upload(self, key: str, frame: Frame) -> PutOutcome:
         if self._rate is not None:
             await asyncio.sleep(self._rate.take(frame.nbytes, now=time.monotonic()))
         outcome = await self._persist("put", key, lambda: self._store.put(key, frame.parts))
         self._probing.learn(present=outcome is PutOutcome.EXISTS)
         if outcome is PutOutcome.WRITTEN:
-            self._report.raw_bytes += source.nbytes
+            self._report.raw_bytes += frame.header.tensor_bytes
             self._report.stored_bytes += frame.nbytes
             await self._describe()
         return outcome
@@ -346,12 +360,12 @@ class Intake:
             # Full jitter: jobs that failed together must not come back together.
             await asyncio.sleep(random.uniform(0.1, min(MAX_PAUSE, 0.2 * 2**attempt)))  # noqa: S311  not for secrets
 
-    def _done(self, source: Source, outcome: PutOutcome) -> None:
+    def _done(self, name: str, nbytes: int, outcome: PutOutcome) -> None:
         if outcome is PutOutcome.WRITTEN:
             self._report.written += 1
         else:
             self._report.present += 1
-        self._on_item(source.name, outcome.value, source.nbytes)
+        self._on_item(name, outcome.value, nbytes)
 
     def _failed(self, name: str, reason: str) -> None:
         self._report.failures += 1

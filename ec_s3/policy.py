@@ -126,20 +126,37 @@ class Sightings:
         return known
 
 
+PATIENCE = 1.0
+"""Seconds after which a call that was given up tells of an endpoint that has never answered."""
+
+
 class Breaker:
     """Leaves an endpoint alone after failures in a row, then probes it ever less often.
 
     Closed until `threshold` failures in a row; then open, with one call let through as a probe
     after a pause that doubles from `first_pause` to `longest_pause` with each failed probe. One
     success closes it. A probe that never reports back is followed by another after the pause.
+
+    Args:
+        threshold: failures in a row that open it.
+        first_pause: seconds to the first probe.
+        longest_pause: seconds between probes, at most.
+        trusted: whether the endpoint is known to answer; until then its very first failure opens
+            it.
     """
 
     def __init__(
-        self, *, threshold: int = 5, first_pause: float = 1.0, longest_pause: float = 30.0
+        self,
+        *,
+        threshold: int = 5,
+        first_pause: float = 1.0,
+        longest_pause: float = 30.0,
+        trusted: bool = True,
     ) -> None:
         self._threshold = threshold
         self._first_pause = first_pause
         self._longest_pause = longest_pause
+        self._trusted = trusted
         self._failures = 0
         self._pause = first_pause
         self._probe_at = 0.0
@@ -162,22 +179,30 @@ class Breaker:
 
     def success(self) -> None:
         """The endpoint answered, whatever it said."""
+        self._trusted = True
         self._failures = 0
         self._pause = self._first_pause
         self._probing = False
 
     def failure(self, now: float) -> None:
         """The endpoint could not be reached, or did not answer in time."""
+        self._distrust()
         if self._unanswered():
             self._probe_at = now + self._pause
 
-    def abandoned(self) -> None:
-        """A call ended unanswered because its caller stopped waiting.
+    def abandoned(self, waited: float = 0.0) -> None:
+        """A call ended unanswered because its caller stopped waiting, after so many seconds.
 
         Counts as a failure: an endpoint that only ever runs into deadlines is no help. The next
         call is then the probe, as the caller's patience says nothing about when to try again.
         """
+        if waited >= PATIENCE:
+            self._distrust()
         self._unanswered()
+
+    def _distrust(self) -> None:
+        if not self._trusted:
+            self._failures = max(self._failures, self._threshold - 1)
 
     def _unanswered(self) -> bool:
         """Count it; whether the time of the next probe is to be set."""
@@ -228,10 +253,15 @@ class Probing:
 
     def wanted(self) -> bool:
         """Whether to ask for the next item."""
-        if self._absent < self._limit:
+        if self.useful:
             return True
         self._passed = (self._passed + 1) % self._limit
         return self._passed == 0
+
+    @property
+    def useful(self) -> bool:
+        """Whether one of the last items was there, or little is known yet."""
+        return self._absent < self._limit
 
     def learn(self, *, present: bool) -> None:
         """The store had an item, or lacked it."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import ClosedError, RemoteError
@@ -63,6 +64,10 @@ def release_all(items: Iterable[Lease | PrivateItem | Miss]) -> None:
     for item in items:
         if not isinstance(item, Miss):
             item.release()
+
+
+def _is_damaged(item: Lease | PrivateItem | Miss) -> bool:
+    return isinstance(item, Miss) and item.reason is MissReason.CORRUPT
 
 
 class Reader:
@@ -269,7 +274,8 @@ class Reader:
             ):
                 if stats is not None:
                     stats.observe("fetch_seconds", self._clock() - started, phase="queue")
-                item = await self._fetcher.fetch(
+                read = partial(
+                    self._fetcher.fetch,
                     store,
                     key,
                     identifier,
@@ -278,6 +284,9 @@ class Reader:
                     valid_after=self._gate.control.valid_after,
                     resident=resident,
                 )
+                item = await read()
+                if tier is Tier.REMOTE and _is_damaged(item):
+                    item = await read()  # what was damaged on its way is whole the next time
         except RemoteError as error:
             return Miss(MissReason(error.reason))
         except TimeoutError:

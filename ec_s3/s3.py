@@ -13,16 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from ec_s3.direct import direct_client
+from ec_s3.denials import Denials
+from ec_s3.doubts import Doubts
 from ec_s3.errors import (
     ClosedError,
     ECS3Error,
@@ -30,13 +28,23 @@ from ec_s3.errors import (
     RemoteThrottledError,
     RemoteUnavailableError,
 )
-from ec_s3.failures import SDK_ERRORS, map_error, place, retry_after, status_of
+from ec_s3.failures import SDK_ERRORS, map_error, place, repeated, retry_after, status_of
+from ec_s3.pace import Pace, jitter
+from ec_s3.profile import Capabilities, Support, condition_of
 from ec_s3.quiet import Quiet
 from ec_s3.store import GetResult
-from ec_s3.transfer import Download, MultipartRefusedError, object_info, upload_parts
+from ec_s3.transfer import (
+    Download,
+    MultipartRefusedError,
+    holds,
+    object_info,
+    stored_with,
+    upload_parts,
+)
 from ec_s3.transport import Body, Connection
 from ec_s3.types import DeleteReport, ObjectInfo, PutOutcome
 from ec_s3.url import S3Location, S3Options, check_key, is_key
+from ec_s3.vetting import vetted_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -55,7 +63,6 @@ _BODY_ATTEMPTS = 5
 _CONFLICT_ATTEMPTS = 5
 _CLOSE_SECONDS = 0.5
 _UNSUPPORTED = ("NotImplemented", "InvalidArgument", "InvalidRequest")
-_DENIED_OR_ABSENT = ("AccessDenied", "Forbidden", "403", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +73,15 @@ class _Call:
     deadline: asyncio.Timeout
 
 
-class _Pace:
-    """How long writers wait after a store asked for a slower pace; readers go ahead at once."""
-
-    def __init__(self) -> None:
-        self._step = 0.0
-        self._resume = 0.0
-
-    async def wait(self) -> None:
-        if (pause := self._resume - time.monotonic()) > 0:
-            await asyncio.sleep(pause)
-
-    def slower(self, asked: float) -> None:
-        self._step = min(8.0, max(0.1, 2 * self._step))
-        pause = max(self._step * random.uniform(0.5, 1.0), min(asked, 10.0))  # noqa: S311  # jitter
-        self._resume = time.monotonic() + pause
-
-    def faster(self) -> None:
-        self._step = self._step / 2 if self._step > 0.1 else 0.0
-
-
-def _jitter(attempt: int) -> float:
-    """Seconds before a repeated attempt."""
-    return random.uniform(0.5, 1.0) * 0.05 * float(2**attempt)  # noqa: S311  # jitter
-
-
 class S3Store:
     """One prefix of a bucket; see `ec_s3.store.Store` for what the methods promise.
 
     A 404, and without the right to list the bucket a 403, mean "no such object" to a read. A store
     that does not know conditional writes gets a HEAD and a plain PUT instead, from the first time
     that a plain PUT succeeded where the conditional one was refused.
+
+    Attributes:
+        capabilities: what the store has shown so far, for any thread to read.
     """
 
     def __init__(
@@ -105,17 +90,16 @@ class S3Store:
         self._location = location
         self._any_key = any_key  # also those that no store of ours would write
         self._options = options or S3Options()
-        direct = partial(direct_client, location=location, options=self._options)
-        self._connection = Connection(
-            location, self._options, wrap=direct if self._options.transport == "direct" else None
-        )
+        vetted = partial(vetted_client, location=location, options=self._options)
+        self._connection = Connection(location, self._options, wrap=vetted)
         self._calls: set[asyncio.Timeout] = set()
         self._drained: asyncio.Event | None = None
         self._closed = False
-        self._pace = _Pace()
-        self._conditional = True
-        self._multipart = True
+        self._pace = Pace()
+        self._doubts = Doubts()
+        self.capabilities = Capabilities()
         self._quiet = Quiet()
+        self._denials = Denials(place(location))
 
     def __repr__(self) -> str:
         return f"S3Store({str(self._location)!r})"
@@ -133,13 +117,15 @@ class S3Store:
         """Read an object or a range of it; a body that breaks off is continued from there."""
         download = Download(key, into, start=start, length=length, etag=if_match or "")
         known: dict[str, Any] = {"IfNoneMatch": if_none_match} if if_none_match else {}
+        if self.capabilities.refuses("conditional_get"):
+            known.clear()
 
         async def read(call: _Call) -> GetResult | None:
             if length is not None and length <= 0:
                 return await self._empty_range(call, download)
             for attempt in range(_BODY_ATTEMPTS):
                 if attempt:
-                    await asyncio.sleep(_jitter(attempt))
+                    await asyncio.sleep(jitter(attempt))
                 try:
                     answer = await call.client.get_object(
                         **call.target, **download.request(), **known
@@ -148,9 +134,13 @@ class S3Store:
                     if known and status_of(exc)[0] == 304:
                         info = ObjectInfo(key, 0, known["IfNoneMatch"])
                         return GetResult(memoryview(b""), start, info)
+                    if known and status_of(exc)[0] == 501:
+                        self.capabilities.learn("conditional_get", Support.REFUSED)
+                        known.clear()
+                        continue
                     if status_of(exc)[0] == 416 and not download.started:
                         return await self._empty_range(call, download)
-                    if download.started or not self._absent(exc):
+                    if download.started or not await self._absent(exc, call):
                         raise
                     return None
                 await download.receive(answer, self._grant(call))
@@ -169,7 +159,11 @@ class S3Store:
         if_absent: bool = True,
         if_match: str | None = None,
     ) -> PutOutcome:
-        """Write one object; waits first while the store asks for a slower pace."""
+        """Write one object; waits first while the store asks for a slower pace.
+
+        A body that an earlier attempt of this store brought there, whose answer was lost, counts
+        as written.
+        """
         body = Body(parts)
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         if if_match is not None:
@@ -177,7 +171,13 @@ class S3Store:
 
         async def write(call: _Call) -> PutOutcome:
             await self._pace.wait()
-            outcome = await self._put(call, body, condition)
+            try:
+                outcome = await self._settle(call, body, condition)
+                outcome = outcome or await self._put(call, body, condition)
+            except BaseException:
+                self._doubts.add(key)
+                raise
+            self._doubts.settle(key)
             self._pace.faster()
             return outcome
 
@@ -188,9 +188,9 @@ class S3Store:
         return await self._call("head", key, self._head)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Objects below the prefix in key order; keys that no store of ours wrote are left out."""
+        """Objects below the prefix; keys that no store of ours wrote are left out."""
         cut = len(self._location.object_key(""))
-        bucket, begin = self._location.bucket, self._location.object_key(prefix)
+        bucket, begin = self._location.bucket, self._location.listed_prefix(prefix)
         page: dict[str, Any] = {"Bucket": bucket, "Prefix": begin}
         while True:
             answer: Any = await self._call(
@@ -198,7 +198,7 @@ class S3Store:
             )
             for entry in answer.get("Contents", ()):
                 key = entry["Key"][cut:]
-                if self._any_key or is_key(key):
+                if key.startswith(prefix) and (self._any_key or is_key(key)):
                     yield ObjectInfo(
                         key, entry["Size"], entry.get("ETag", ""), entry["LastModified"].timestamp()
                     )
@@ -263,6 +263,7 @@ class S3Store:
         except SDK_ERRORS as exc:
             if self._closed:
                 raise ClosedError("the store was closed during the call") from exc
+            self._connection.failed(exc)
             error = map_error(exc, operation=operation, key=key, location=self._location)
             if isinstance(error, RemoteThrottledError):
                 self._pace.slower(retry_after(exc))
@@ -284,19 +285,8 @@ class S3Store:
 
         return grant
 
-    def _absent(self, exc: ClientError) -> bool:
-        """Whether an error on a read means that there is no such object."""
-        status, code = status_of(exc)
-        if status == 404:
-            return code != "NoSuchBucket"
-        if status != 403 or code not in _DENIED_OR_ABSENT:
-            return False
-        self._warn(
-            "read-403",
-            "a read was answered 403 by %s and counts as a miss: without s3:ListBucket a missing "
-            "object looks like this; grant it to tell the two apart",
-        )
-        return True
+    def _absent(self, exc: ClientError, call: _Call) -> Awaitable[bool]:
+        return self._denials.absent(exc, call.client, call.target)
 
     def _warn(self, cause: str, message: str) -> None:
         if self._quiet.due(cause) is not None:
@@ -306,7 +296,7 @@ class S3Store:
         try:
             answer: Any = await call.client.head_object(**call.target)
         except ClientError as exc:
-            if self._absent(exc):
+            if await self._absent(exc, call):
                 return None
             raise
         size = answer.get("ContentLength")
@@ -327,74 +317,83 @@ class S3Store:
             if status_of(exc) != (404, "NoSuchKey"):
                 raise
 
+    async def _settle(
+        self, call: _Call, body: Body, condition: dict[str, Any]
+    ) -> PutOutcome | None:
+        """How an earlier write of the key ended; None where there is something left to write."""
+        if not condition or call.key not in self._doubts:
+            return None
+        own = await holds(call.client, call.target, body)
+        if own:
+            return PutOutcome.WRITTEN
+        return PutOutcome.EXISTS if own is False and "IfNoneMatch" in condition else None
+
     async def _put(self, call: _Call, body: Body, condition: dict[str, Any]) -> PutOutcome:
         refused = PutOutcome.CHANGED if "IfMatch" in condition else PutOutcome.EXISTS
-        if condition and not self._conditional:
-            return await self._put_plain(call, body, condition, refused)
+        used = condition_of(condition, in_parts=self._in_parts(body))
+        if self.capabilities.refuses(used):
+            return await self._put_plain(call, body, condition, used)
+        sent = condition
         for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
             try:
-                await self._write(call, body, condition)
+                await self._write(call, body, sent)
             except ClientError as exc:
                 status, code = status_of(exc)
-                if code == "NoSuchUpload" and await self._arrived(call, body):
-                    return refused if condition else PutOutcome.WRITTEN
+                if (code == "NoSuchUpload" or (status in (304, 412) and repeated(exc))) and (
+                    await holds(call.client, call.target, body)
+                ):
+                    return PutOutcome.WRITTEN
                 if not condition:
                     raise
+                if status == 412 and await self._unchanged(call, condition):
+                    if sent is not condition:
+                        return await self._put_plain(call, body, condition, used)
+                    sent = {"IfMatch": condition["IfMatch"].strip('"')}
+                    continue
                 if status in (304, 412) or (refused is PutOutcome.CHANGED and code == "NoSuchKey"):
+                    self.capabilities.learn(used, Support.HONOURED)
                     return refused
                 if status == 501 or (status == 400 and code in _UNSUPPORTED):
-                    return await self._put_plain(call, body, condition, refused)
+                    return await self._put_plain(call, body, condition, used)
                 if status != 409 or attempt == _CONFLICT_ATTEMPTS:
                     raise
-                await asyncio.sleep(_jitter(attempt))
+                await asyncio.sleep(jitter(attempt))
             else:
                 return PutOutcome.WRITTEN
         raise AssertionError("unreachable")
 
-    async def _arrived(self, call: _Call, body: Body) -> bool:
-        """Whether an upload is in place after all: the answer to its completion may be lost."""
-        info = await self._head(call)
-        return info is not None and info.size == body.nbytes
+    async def _unchanged(self, call: _Call, condition: dict[str, Any]) -> bool:
+        """Whether a 412 was wrong: older Ceph compares an ETag only without its quotes."""
+        info = await self._head(call) if "IfMatch" in condition else None
+        return info is not None and info.etag == condition["IfMatch"]
 
     async def _put_plain(
-        self, call: _Call, body: Body, condition: dict[str, Any], refused: PutOutcome
+        self, call: _Call, body: Body, condition: dict[str, Any], used: str
     ) -> PutOutcome:
         """HEAD and plain PUT, for a store that refused the condition."""
         info = await self._head(call)
         if "IfMatch" in condition:
             if info is None or info.etag != condition["IfMatch"]:
-                return refused
+                return PutOutcome.CHANGED
         elif info is not None:
-            return refused
+            return PutOutcome.EXISTS
         await self._write(call, body, {})
-        if self._conditional:
-            self._conditional = False
+        if self.capabilities.learn(used, Support.REFUSED):
             self._warn("conditional", "%s does not know conditional writes; using HEAD and PUT")
         return PutOutcome.WRITTEN
 
     async def _write(self, call: _Call, body: Body, condition: dict[str, Any]) -> None:
-        storage = self._storage()
-        refused = False
-        if self._multipart and body.nbytes > _MULTIPART_BYTES:
-            try:
+        storage = stored_with(self._options)
+        in_parts = self._in_parts(body)
+        if in_parts:
+            with contextlib.suppress(MultipartRefusedError):
                 await upload_parts(
                     call.client, call.target, body, created_with=storage, completed_with=condition
                 )
-            except MultipartRefusedError:
-                refused = True
-            else:
                 return
         await call.client.put_object(**{**call.target, **storage, **condition, "Body": body})
-        if refused:
-            self._multipart = False
+        if in_parts and self.capabilities.learn("multipart", Support.REFUSED):
             self._warn("multipart", "%s does not know multipart uploads; using plain PUTs")
 
-    def _storage(self) -> dict[str, Any]:
-        options = self._options
-        chosen = {
-            "ServerSideEncryption": options.sse,
-            "SSEKMSKeyId": options.sse_kms_key_id,
-            "StorageClass": options.storage_class,
-            "Tagging": urlencode(options.tags),
-        }
-        return {name: value for name, value in chosen.items() if value}
+    def _in_parts(self, body: Body) -> bool:
+        return body.nbytes > _MULTIPART_BYTES and not self.capabilities.refuses("multipart")

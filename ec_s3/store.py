@@ -123,7 +123,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, in key order, without foreign files."""
+        """Every object whose key starts with `prefix`, in no order; no foreign ones."""
         ...
 
     async def delete(self, keys: Sequence[str]) -> DeleteReport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from types_aiobotocore_s3.client import S3Client
 
+    from ec_s3.url import S3Options
+
     Told = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ PART_BYTES = 16 << 20
 
 _PARTS_AT_ONCE = 4
 _ABORT_SECONDS = 5.0
+_COMPARED_BYTES = 64 << 10
 
 
 def object_info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
@@ -76,6 +80,11 @@ class _SdkBody:
 def _incoming(answer: Mapping[str, Any]) -> _Incoming:
     body: Any = answer["Body"]
     return body if isinstance(body, IncomingBody) else _SdkBody(body.raw_stream)
+
+
+def close_body(answer: Mapping[str, Any]) -> None:
+    """Give up the body of a GET's answer."""
+    _incoming(answer).close()
 
 
 class Download:
@@ -217,6 +226,42 @@ class Download:
         return RemoteUnavailableError(
             f"get failed: the store {what}", operation="get", key=self._key
         )
+
+
+async def holds(client: S3Client, target: Mapping[str, Any], body: Body) -> bool | None:
+    """Whether the object in place is this very body; None when there is none, or none to be read.
+
+    Compares sizes and the first bytes: those of an item or an index name its maker, the time and
+    the digests of all that follows.
+    """
+    download = Download(
+        *(target["Key"], lambda nbytes: memoryview(bytearray(nbytes))),
+        start=0,
+        length=min(body.nbytes, _COMPARED_BYTES),
+        etag="",
+    )
+    try:
+        await download.receive(
+            await client.get_object(**target, **download.request()), lambda _: None
+        )
+    except ClientError:
+        return None
+    if download.failure is not None:
+        raise download.failure
+    there = download.result()
+    expected = b"".join(body.cut(0, there.body.nbytes))
+    return there.info.size == body.nbytes and there.body == expected
+
+
+def stored_with(options: S3Options) -> dict[str, Any]:
+    """The SDK's parameters of how new objects are stored."""
+    chosen = {
+        "ServerSideEncryption": options.sse,
+        "SSEKMSKeyId": options.sse_kms_key_id,
+        "StorageClass": options.storage_class,
+        "Tagging": urlencode(options.tags),
+    }
+    return {name: value for name, value in chosen.items() if value}
 
 
 class MultipartRefusedError(Exception):

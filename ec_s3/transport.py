@@ -2,7 +2,7 @@
 
 Owns the tuning of aiobotocore and aiohttp, and the life of the one client that a store keeps. Runs
 on the event loop that first used the store; a second live loop is refused, and after a fork or a
-closed loop the client is built anew. It never touches credentials: they stay inside the SDK.
+closed loop the client is built anew. It never touches credentials: see `ec_s3.credentials`.
 
 Locking: `Connection` holds one asyncio lock, and only while it opens a client; everything else
 about it changes between two awaits.
@@ -20,7 +20,6 @@ import logging
 import os
 import socket
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiobotocore.config import AioConfig
@@ -33,10 +32,12 @@ from botocore.loaders import create_loader
 from botocore.utils import parse_timestamp
 
 from ec_s3 import __version__
+from ec_s3.credentials import Keeper
 from ec_s3.errors import ConfigError
-from ec_s3.failures import place
+from ec_s3.failures import place, refuses_credentials
 from ec_s3.http1 import probe_when_idle
 from ec_s3.http_grammar import http_date
+from ec_s3.trust import tls_context
 
 if TYPE_CHECKING:
     import datetime
@@ -186,9 +187,20 @@ def _config(location: S3Location, options: S3Options) -> AioConfig:
         request_checksum_calculation="when_required",  # stores refuse what they do not know
         response_checksum_validation="when_required",
         user_agent=f"ec_s3/{__version__}",  # fixed: the SDK builds its own anew for each request
-        signature_version="s3v4",
+        # Directory buckets have sessions, and a signature of their own that the SDK chooses.
+        signature_version=None if location.has_sessions else "s3v4",
         s3={"addressing_style": location.style, "payload_signing_enabled": False},
     )
+
+
+def _session(location: S3Location) -> AioSession:
+    session = AioSession(profile=location.profile or None)
+    session.register_component("data_loader", _loader)
+    parsers = session.get_component("response_parser_factory")
+    parsers.set_parser_defaults(timestamp_parser=_timestamp)
+    region = location.region or session.get_config_variable("region") or _DEFAULT_REGION
+    session.set_config_variable("region", region)
+    return session
 
 
 class Connection:
@@ -210,6 +222,7 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._client: S3Client | None = None
+        self._keeper: Keeper | None = None
         self._stack = AsyncExitStack()
 
     async def client(self) -> S3Client:
@@ -226,6 +239,11 @@ class Connection:
             if self._client is None:
                 self._client = await self._open()
             return self._client
+
+    def failed(self, exc: BaseException) -> None:
+        """Hear of a failure: it may say that the credentials have ended."""
+        if self._keeper is not None and refuses_credentials(exc):
+            self._keeper.refused()
 
     async def aclose(self) -> None:
         """Close the client that belongs to this process and loop; idempotent."""
@@ -248,16 +266,18 @@ class Connection:
 
     async def _open(self) -> S3Client:
         options, location = self._options, self._location
-        if options.ca_bundle and not await asyncio.to_thread(Path(options.ca_bundle).is_file):
-            raise ConfigError(f"ca_bundle: no such file: {options.ca_bundle!r}")
         if not options.verify:
             logger.warning("certificates of %s are not checked: verify is off", place(location))
         try:
-            session = AioSession(profile=location.profile or None)
-            session.register_component("data_loader", _loader)
-            parsers = session.get_component("response_parser_factory")
-            parsers.set_parser_defaults(timestamp_parser=_timestamp)
-            region = location.region or session.get_config_variable("region") or _DEFAULT_REGION
+            session = _session(location)
+            region = session.get_config_variable("region")
+            keeper = Keeper(lambda: _session(location).get_credentials(), place=place(location))
+            session.register_component("credential_provider", keeper)
+            if options.ca_bundle or not location.endpoint.startswith("http:"):
+                await asyncio.to_thread(tls_context, options, session)  # whether it can be used
+            self._keeper = keeper
+            self._stack.push_async_callback(keeper.aclose)
+            keeper.ask()
             opened: S3Client = await self._stack.enter_async_context(
                 session.create_client(
                     "s3",
@@ -271,4 +291,8 @@ class Connection:
                 opened = await self._stack.enter_async_context(self._wrap(opened, session))
         except (boto.ProfileNotFound, boto.ConfigParseError, boto.InvalidRegionError) as exc:
             raise ConfigError(f"url: AWS profile or region cannot be used: {exc}") from exc
+        except ConfigError:
+            raise
+        except ValueError as exc:  # its text repeats the endpoint, whatever is in it
+            raise ConfigError("url: the endpoint is no URL that the SDK can use") from exc
         return opened

@@ -12,19 +12,21 @@ import asyncio
 import contextlib
 import logging
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ec_s3.budget import ByteBudget
 from ec_s3.cancellation import run_to_end
-from ec_s3.errors import ECS3Error, RemoteDeniedError, RemoteError, RemoteTimeoutError
+from ec_s3.errors import ECS3Error, RemoteDeniedError, RemoteError
+from ec_s3.guard import bounded
 from ec_s3.keys import parse_key
 from ec_s3.quiet import Quiet
 from ec_s3.types import FlushReport, PutOutcome
 from ec_s3.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Callable, Iterable
     from concurrent.futures import Executor
 
     from ec_s3.fetch import PrivateItem
@@ -41,18 +43,16 @@ logger = logging.getLogger(__name__)
 HEAD_ABOVE = 1 << 20
 """Tensors above this follow a HEAD: a fleet that encodes the same item sends its body once."""
 
+LATE_SECONDS = 0.05
+"""Smaller ones do when they come later than this: then somebody else may well have been first."""
+
 RETRY_SECONDS = 120.0
 """How long an encoded item is kept for a store that does not answer."""
 
 MAX_PAUSE = 10.0
 
-CALL_SECONDS = 120.0
-"""Most that one call of a store may take, whatever limits the store has itself."""
-
 STOP_SECONDS = 2.0
 """How long given-up uploads may take to let go when the queue is closed."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,13 @@ class Upload:
         key: object key.
         identifier: the item's identifier, for the header.
         private: the bytes, when the item is too large for the host tier.
+        since: when it was taken; monotonic seconds.
     """
 
     key: str
     identifier: str
     private: PrivateItem | None = None
+    since: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,8 @@ class UploadQueue:
 
     def offer(self, upload: Upload) -> bool:
         """Queue an upload; False when there is no room (counted). Never waits."""
-        if self._closed:
-            self._count("closed")
-            return False
-        if (refusal := self._targets.refusal(upload.key)) is not None:
+        refusal = "closed" if self._closed else self._targets.refusal(upload.key)
+        if refusal is not None:
             self._count(refusal)
             return False
         if upload.key in self:
@@ -256,21 +256,24 @@ class UploadQueue:
         item.release()  # its pages must not wait for the budget
         await self._budget.acquire(nbytes)
         try:
-            item = self._item(upload)
-            if item is None:
+            if (item := self._item(upload)) is None:
                 self._count("evicted")
                 return
-            self._ask(key, nbytes)
-            await self._write(key, await self._encode(upload, item))
+            self._ask(key, wanted=nbytes > HEAD_ABOVE)
+            frame = await self._encode(upload, item)
+            self._ask(key, wanted=self._clock() - upload.since > LATE_SECONDS)
+            await self._write(key, frame)
         finally:
             self._budget.release(nbytes)
             if asked := self._asked.pop(key, None):
                 asked.cancel()
 
-    def _ask(self, key: str, nbytes: int) -> None:
-        """Ask whether an object is there while its body is made, which hides the round trip."""
+    def _ask(self, key: str, *, wanted: bool) -> None:
+        """Ask whether an object is there, large ones while their body is made: that hides it."""
         remote = self._targets.remote
-        if remote is not None and nbytes > HEAD_ABOVE and not self._targets.refused.knows(key):
+        if remote is None or key in self._asked or self._targets.refused.knows(key):
+            return
+        if wanted:
             self._asked[key] = asyncio.create_task(self._look(remote, key))
 
     def _item(self, upload: Upload) -> Lease | PrivateItem | None:
@@ -309,14 +312,15 @@ class UploadQueue:
             return
         started = self._clock()
         replace = self._targets.refused.take(key, now=started)
-        attempt = 0
+        attempt, sent = 0, False
         while True:
             try:
-                outcome = await self._put(self._targets.remote, key, frame, replace)
+                outcome = await self._put(self._targets.remote, key, frame, replace, sent=sent)
             except RemoteError as error:
                 if not self._try_again(error, started):
                     return
                 attempt += 1
+                sent = sent or error.operation == "put"
                 # Full jitter: a fleet that failed together must not come back together.
                 await asyncio.sleep(random.uniform(0.1, min(MAX_PAUSE, 0.2 * 2**attempt)))  # noqa: S311 not for secrets
                 continue
@@ -327,33 +331,35 @@ class UploadQueue:
 
     async def _write_disk(self, disk: Store, key: str, frame: Frame) -> None:
         try:
-            await _bounded("put", key, disk.put(key, frame.parts))
+            await bounded("put", key, disk.put(key, frame.parts))
             self._stats.add("disk_writes", outcome="written")
         except ECS3Error as error:
             self._stats.add("disk_writes", outcome="failed")
             self._warn(f"disk:{type(error).__name__}", "the disk tier refuses a write: %s", error)
 
-    async def _put(self, remote: Store, key: str, frame: Frame, replace: str | None) -> PutOutcome:
+    async def _put(
+        self, remote: Store, key: str, frame: Frame, replace: str | None, *, sent: bool
+    ) -> PutOutcome:
         if replace is not None:
             # A store that names no versions can only be overwritten.
             put = remote.put(key, frame.parts, if_match=replace or None, if_absent=False)
-            outcome = await _bounded("put", key, put)
+            outcome = await bounded("put", key, put)
             self._stats.add("repaired_objects", int(outcome is PutOutcome.WRITTEN))
             if outcome is not PutOutcome.CHANGED:
                 return outcome
-        elif frame.header.tensor_bytes > HEAD_ABOVE:
+        elif key in self._asked or frame.header.tensor_bytes > HEAD_ABOVE:
             there = await (self._asked.pop(key, None) or self._look(remote, key))
             if isinstance(there, RemoteError):
                 raise there
-            if there:
+            if there and not sent:  # else it may be our own: the store finds out
                 return PutOutcome.EXISTS
         await asyncio.sleep(self._targets.admit_bytes(frame.nbytes))
-        return await _bounded("put", key, remote.put(key, frame.parts))
+        return await bounded("put", key, remote.put(key, frame.parts))
 
     async def _look(self, remote: Store, key: str) -> bool | RemoteError:
         """Whether an object is there, or why that is unknown: nobody may be left to raise to."""
         try:
-            return await _bounded("head", key, remote.head(key)) is not None
+            return await bounded("head", key, remote.head(key)) is not None
         except RemoteError as error:
             return error
 
@@ -387,14 +393,3 @@ class UploadQueue:
         """Log a cause once until an upload succeeds again; errors carry no secret."""
         if self._quiet.due(cause) is not None:
             logger.warning(message, detail)
-
-
-async def _bounded(operation: str, key: str, call: Awaitable[T]) -> T:
-    try:
-        async with asyncio.timeout(CALL_SECONDS):
-            return await call
-    except RemoteError:
-        raise
-    except TimeoutError:
-        message = f"{operation} did not return within {CALL_SECONDS:.0f} s"
-        raise RemoteTimeoutError(message, operation=operation, key=key) from None

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_KEY = re.compile(r"(?!\.)[!-.0-~]+(?:/(?!\.)[!-.0-~]+)*")  # printable ASCII without space
+_SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9_=.-]{0,254}"  # what every server, policy and disk takes
+_KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
+_HOST = re.compile(r"(?i)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?")
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|signature|access|auth|pwd")
 _ACCESS_KEY = re.compile(r"(AKIA|ASIA)[A-Z0-9]{16}")
 _ADDRESSING = ("auto", "path", "virtual")
@@ -68,9 +70,22 @@ class S3Location:
             return self.addressing
         return "path" if self.endpoint or "." in self.bucket else "auto"
 
+    @property
+    def has_sessions(self) -> bool:
+        """Whether this is a directory bucket (S3 Express): it opens sessions, and lists folders."""
+        return self.bucket.endswith("--x-s3")
+
     def object_key(self, key: str) -> str:
         """The full key in the bucket of a key below the prefix."""
         return f"{self.prefix}/{key}" if self.prefix else key
+
+    def listed_prefix(self, prefix: str) -> str:
+        """What to list in the bucket to find what begins so.
+
+        A directory bucket lists no less than a folder, whose other keys the caller leaves out.
+        """
+        begin = self.object_key(prefix)
+        return begin[: begin.rfind("/") + 1] if self.has_sessions else begin
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
@@ -167,8 +182,9 @@ def parse_url(url: str) -> S3Location | DirectoryLocation:
 def check_key(key: str) -> str:
     """Return an object key unchanged when a store accepts it.
 
-    A key is slash-separated printable ASCII below 1,024 bytes, without empty segments and without
-    segments that start with a dot: those belong to the store (temporary files, `.` and `..`).
+    A key is segments with slashes between them, below 1,024 bytes. A segment is 1 to 255 letters,
+    digits and `_ = . -`: some servers keep keys as file names, others stumble over what a URL or a
+    signature escapes. None starts with a dot: those belong to the store (temporary files, `..`).
 
     Raises:
         InvalidKeyError: anything else.
@@ -215,7 +231,8 @@ def _prefix(prefix: str) -> str:
     clean = "/".join(segment for segment in prefix.split("/") if segment)
     if clean and (not is_key(clean) or len(clean) > 512):
         raise ConfigError(
-            "url: prefix must be printable ASCII, at most 512 bytes, no segment starting with '.'"
+            "url: prefix must be letters, digits and _ = . - between slashes, at most 255 bytes "
+            "there and 512 in all, no segment starting with '.'"
         )
     return clean
 
@@ -230,6 +247,7 @@ def _endpoint(endpoint: str) -> str:
         raise ConfigError("url: endpoint is not a URL; expected http(s)://host[:port]") from exc
     if "@" in parts.netloc:
         raise ConfigError(f"url: endpoint contains a user or password; {_CREDENTIALS}")
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+    bad_host = not _HOST.fullmatch(host or "") and not re.fullmatch(r"[0-9a-f:.]+", host or "")
+    if parts.scheme not in ("http", "https") or bad_host or parts.query or parts.fragment:
         raise ConfigError("url: endpoint must be http(s)://host[:port]")
     return endpoint.rstrip("/")

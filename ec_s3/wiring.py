@@ -94,7 +94,8 @@ def _guarded(
     # What is read for nobody in particular is read beside what requests read.
     reads = config.max_fetches + (config.object_lifetime is not None)
     reads += AT_ONCE * PARALLEL_RANGES if config.warm_start else 0
-    return GuardedStore(store, breaker=Breaker(), stats=stats, max_reads=reads, clock=clock)
+    breaker = Breaker(trusted=False)
+    return GuardedStore(store, breaker=breaker, stats=stats, max_reads=reads, clock=clock)
 
 
 def upload_rate(config: ECConfig, clock: Callable[[], float]) -> Callable[[int], float]:

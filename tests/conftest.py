@@ -38,6 +38,14 @@ def isolated_aws(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     return folder
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK waits up to seconds between attempts; tests need not."""
+    monkeypatch.setattr(
+        "botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.001
+    )
+
+
 @pytest.fixture(params=["sdk", "direct"])
 def open_store(request: pytest.FixtureRequest) -> Callable[..., S3Store]:
     """Opens a store like `S3Store`; a test that uses it runs with each of the transports."""

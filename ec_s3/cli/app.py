@@ -84,7 +84,7 @@ def options(
 
 @app.command(epilog="Example: ec-s3 --url s3://bucket/cache doctor")
 def doctor(context: typer.Context) -> None:
-    """Show every setting and its source; check credentials, store, clock and speed."""
+    """Show every setting and its source; check credentials, speed and what the store does."""
 
     def run(config: ECConfig, out: Output) -> int:
         from ec_s3.cli.doctor import examine

@@ -1,8 +1,8 @@
 """`make demo-prewarm`: a catalogue is prewarmed, the job is killed half-way, a fresh vLLM hits.
 
 Pictures go through `ec-s3 prewarm` into an embedded S3 server; the job's process is killed with
-SIGKILL and started again. Then two fresh vLLM processes answer the same prompts, one with that
-bucket and one without any. The verdict compares objects, encoder calls and answers.
+SIGKILL and started again. Then a fresh vLLM server answers requests over HTTP from that bucket, and
+a vLLM without any bucket the same ones. The verdict compares objects, encoder calls and answers.
 
 Owns its child processes and its server; everything listens on the loopback address only. Must never
 import vLLM: it runs in children.
@@ -15,12 +15,12 @@ import signal
 import sys
 import tempfile
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ec_s3.cli.demo import connector_config
 from ec_s3.cli.output import ExitCode
 from ec_s3.errors import ECS3Error
 from ec_s3.testing import vllm_process
@@ -28,6 +28,7 @@ from ec_s3.testing.prewarm_jobs import DTYPE, JOB_SECONDS, end_job, make_catalog
 from ec_s3.testing.tiny_models import MODELS
 from ec_s3.testing.traffic import RecordedServer
 from ec_s3.testing.vllm_process import VLLMProcess, VLLMProcessError, client_environment
+from ec_s3.testing.vllm_server import VLLMServer, picture, text
 
 if TYPE_CHECKING:
     import subprocess
@@ -51,7 +52,7 @@ def run(target: Path) -> int:
     target.mkdir(parents=True, exist_ok=True)
     try:
         faults = _demonstrate(target, console)
-    except (ECS3Error, VLLMProcessError) as error:
+    except (ECS3Error, VLLMProcessError, OSError) as error:
         console.print(str(error), markup=False)
         faults = [str(error).partition("\n")[0]]
     verdict = "demo: OK" if not faults else f"demo: FAILED {'; '.join(faults)}"
@@ -120,26 +121,34 @@ def _serve(
     server: RecordedServer, catalogue: Catalogue, model: Path, target: Path, console: Console
 ) -> list[str]:
     step = len(catalogue.pictures) // PROMPTS
-    prompts = [vllm_process.prompt(sent(path)) for path in catalogue.pictures[::step]][:PROMPTS]
+    pictures = catalogue.pictures[::step][:PROMPTS]
+    console.print(f"a fresh vLLM server answers {PROMPTS} requests from the prewarmed bucket ...")
+    settings = {"url": server.location(_PREFIX)}
+    with VLLMServer(
+        model, workdir=target, name="prewarmed", role="ec_both", settings=settings, dtype=DTYPE
+    ) as http:
+        http.wait()
+        replies = [http.chat([picture(path), text()]) for path in pictures]
+        encoded = http.encoded
+        http.stop()
+    refused = [reply for reply in replies if reply.status != HTTPStatus.OK]
+    if refused:
+        return [f"{len(refused)} requests failed, one with {refused[0]}: {http.log}"]
+    console.print("and a vLLM without any bucket answers the same ...")
     job = {"model": str(model), "dtype": DTYPE}
-    warm = {**job, "ec_transfer_config": connector_config(server.location(_PREFIX))}
-    batches = {}
-    for name, fields in (("prewarmed", warm), ("without", job)):
-        console.print(f"a fresh vLLM answers {PROMPTS} prompts, {name} ...")
-        with VLLMProcess(
-            fields, workdir=target, name=name, environment=client_environment()
-        ) as process:
-            process.generate([vllm_process.prompt(text="describe " * 10)])
-            batches[name] = [process.generate([prompt]) for prompt in prompts]
-            process.finish()
-    calls = {name: sum(b["encoder_calls"] for b in rows) for name, rows in batches.items()}
-    answers = [[vllm_process.token_ids(b) for b in rows] for rows in batches.values()]
-    console.print(f"encoder calls: {calls['prewarmed']} prewarmed, {calls['without']} without")
+    with VLLMProcess(
+        job, workdir=target, name="without", environment=client_environment()
+    ) as process:
+        batches = [process.generate([vllm_process.prompt(sent(path))]) for path in pictures]
+        process.finish()
+    calls = sum(batch["encoder_calls"] for batch in batches)
+    console.print(f"pictures encoded: {encoded} prewarmed; {calls} encoder calls without")
+    answers = [tuple(vllm_process.token_ids(batch)[0]) for batch in batches]
     return _faults(
         {
-            f"{calls['prewarmed']} encoder calls with a prewarmed bucket": not calls["prewarmed"],
-            "no encoder call without a bucket": calls["without"] > 0,
-            "the answers differ": answers[0] == answers[1],
+            f"{encoded} pictures encoded with a prewarmed bucket": not encoded,
+            f"{calls} encoder calls without a bucket": calls >= PROMPTS,
+            "the answers differ": [reply.tokens for reply in replies] == answers,
         }
     )
 

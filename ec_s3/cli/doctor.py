@@ -2,7 +2,8 @@
 
 The checks are a table; each returns a finding and may rely on those named in `needs`. They run one
 after the other on one event loop, each under a deadline. They write one probe object under
-`doctor/`, and remove it whatever happens. Never shows a credential.
+`doctor/`, and once it could be removed again some small ones below a folder there; whatever
+happens, they remove them. Never shows a credential.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from ec_s3.cli import settings
+from ec_s3.cli import doctor_profile, settings
 from ec_s3.cli.control import in_force
 from ec_s3.cli.endpoint import credential_method, endpoint_url, server_time
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
@@ -57,6 +58,9 @@ class Probe:
     key: str = field(default_factory=lambda: f"doctor/{secrets.token_hex(16)}")
     payload: bytes = field(default_factory=lambda: secrets.token_bytes(_PAYLOAD_BYTES))
     skew: float | None = None
+    endpoint: str = ""
+    removable: bool = False
+    profile: doctor_profile.Profile | None = None
 
     @property
     def open_store(self) -> Store:
@@ -96,8 +100,12 @@ async def examine(config: ECConfig, out: Output) -> ExitCode:
     failed = sum(finding.status == "failed" for _, finding in results)
     if out.json:
         checks = [_record(*pair) for pair in results]
-        out.record({**settings.described(config), "checks": checks})
+        profile = probe.profile and doctor_profile.recorded(probe.profile)
+        out.record({**settings.described(config), "checks": checks, "profile": profile})
     else:
+        if probe.profile is not None:
+            out.line("")
+            doctor_profile.show(probe.profile, out)
         notes = sum(finding.status == "note" for _, finding in results)
         out.line(f"\n{len(results)} checks: {failed or 'none'} failed, {notes} with a note")
     return ExitCode.FINDING if failed else ExitCode.OK
@@ -216,6 +224,7 @@ async def _endpoint(probe: Probe) -> Finding:
     if not isinstance(location, S3Location):
         return Finding("ok", "a folder")
     url = await asyncio.to_thread(endpoint_url, location)
+    probe.endpoint = url
     theirs = await asyncio.to_thread(server_time, url, probe.config)
     probe.skew = None if theirs is None else time.time() - theirs
     return Finding("ok", f"{url} answers")
@@ -291,7 +300,23 @@ async def _delete(probe: Probe) -> Finding:
         return Finding("failed", next(iter(report.failed.values())))
     if await probe.open_store.head(probe.key) is not None:
         return Finding("failed", "the object is still there")
+    probe.removable = True
     return Finding("ok", "allowed")
+
+
+async def _profile(probe: Probe) -> Finding:
+    location = probe.config.location()
+    if not isinstance(location, S3Location):
+        return Finding("ok", "a folder does all that is asked of a store")
+    probe.profile = await doctor_profile.find_out(
+        probe.config,
+        location,
+        probe.endpoint,
+        folder=f"{probe.key}.d",
+        writable=probe.removable,
+        store=probe.open_store,
+    )
+    return Finding(*doctor_profile.verdict(probe.profile))
 
 
 async def _get(probe: Probe, *, start: int = 0, length: int | None = None) -> bytes:
@@ -362,6 +387,13 @@ CHECKS = (
         _delete,
         "allow s3:DeleteObject, and remove the folder doctor/ by hand",
         ("write",),
+    ),
+    Check(
+        "profile",
+        _profile,
+        "no gap loses an item or mixes two up, see docs/reference/store-profiles.md; probes that "
+        "stay behind can be deleted by hand",
+        ("endpoint",),
     ),
 )
 """Every check in order."""

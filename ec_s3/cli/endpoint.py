@@ -6,8 +6,6 @@ without one.
 
 from __future__ import annotations
 
-import os
-import ssl
 import urllib.error
 import urllib.request
 from email.utils import parsedate_to_datetime
@@ -15,15 +13,27 @@ from typing import TYPE_CHECKING
 
 import boto3
 
+from ec_s3.credentials import described
+from ec_s3.trust import profile_context
+from ec_s3.url import S3Location
+
 if TYPE_CHECKING:
+    import ssl
+
     from ec_s3.config import ECConfig
-    from ec_s3.url import S3Location
 
 
 def credential_method(location: S3Location) -> str | None:
-    """How the AWS chain finds credentials (`env`, `shared-credentials-file`, `iam-role`...)."""
+    """How the AWS chain finds credentials (`env`, `shared-credentials-file`, `iam-role`...).
+
+    Raises:
+        ConnectionError: a source that is set fails.
+    """
     session = boto3.Session(profile_name=location.profile or None)
-    credentials = session.get_credentials()
+    try:
+        credentials = session.get_credentials()
+    except Exception as error:  # noqa: BLE001  # a provider's, whose text may repeat what it said
+        raise ConnectionError(f"the source that is set fails: {described(error)}") from None
     return None if credentials is None else str(credentials.method)
 
 
@@ -34,6 +44,8 @@ def endpoint_url(location: S3Location) -> str:
         "s3",
         endpoint_url=location.endpoint or None,
         region_name=location.region or session.region_name or "us-east-1",
+        aws_access_key_id="none",  # else it asks the chain for them
+        aws_secret_access_key="none",  # noqa: S106  # no secret
     )
     try:
         return client.meta.endpoint_url
@@ -50,7 +62,7 @@ def server_time(url: str, config: ECConfig) -> float | None:
     request = urllib.request.Request(url, method="HEAD")  # noqa: S310  the SDK's own endpoint
     try:
         with urllib.request.urlopen(  # noqa: S310  as above
-            request, timeout=config.read_timeout, context=_context(config)
+            request, timeout=config.read_timeout, context=_trusted(url, config)
         ) as answer:
             date = answer.headers["Date"]
     except urllib.error.HTTPError as refusal:  # unsigned, so a refusal is the usual answer
@@ -61,10 +73,9 @@ def server_time(url: str, config: ECConfig) -> float | None:
     return parsedate_to_datetime(date).timestamp() if date else None
 
 
-def _context(config: ECConfig) -> ssl.SSLContext:
-    bundle = config.ca_bundle or os.environ.get("AWS_CA_BUNDLE")
-    context = ssl.create_default_context(cafile=bundle)
-    if not config.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+def _trusted(url: str, config: ECConfig) -> ssl.SSLContext | None:
+    if not url.startswith("https:"):
+        return None
+    location = config.location()
+    profile = location.profile if isinstance(location, S3Location) else ""
+    return profile_context(config.s3_options(), profile)

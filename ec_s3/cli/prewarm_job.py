@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
-from ec_s3.prewarm.encoding import EncoderSettings, open_encoder
+from ec_s3.prewarm.encoding import EncoderSettings
 from ec_s3.prewarm.estimate import Limits, estimate
 from ec_s3.prewarm.expect import read_expected
+from ec_s3.prewarm.isolation import open_encoder
 from ec_s3.prewarm.job import Wanted, opened
 from ec_s3.prewarm.report import Outcome
 from ec_s3.prewarm.runner import REQUESTS_AN_UPLOAD, Listeners, Mode

@@ -30,6 +30,13 @@ logger = logging.getLogger(__name__)
 DECODED_AT_ONCE = 8
 """Entries that are decoded side by side; as many are held in memory uncompressed."""
 
+_DECODERS = {
+    "image": "Pillow",
+    "video": "OpenCV (pip install opencv-python-headless)",
+    "audio": "soundfile or PyAV (pip install 'vllm[audio]')",
+}
+"""What vLLM decodes media with unless it is told otherwise; an installation may lack it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
@@ -126,6 +133,10 @@ class Preparer:
                 media_io_kwargs=self._media_io,
                 mm_processor_kwargs=dict(item.processor) or None,
             )
+        except ImportError:
+            logger.debug("line %d has no decoder", item.line, exc_info=True)
+            missing = f"vLLM decodes {item.modality} with {_DECODERS[item.modality]}"
+            return ValueError(f"{missing}, which is not installed here")
         except Exception as error:  # the border to decoders: one bad entry of many
             logger.debug("line %d cannot be decoded", item.line, exc_info=True)
             return error

@@ -85,7 +85,7 @@ class MediaBuckets:
         return size
 
     async def list(self, bucket: str, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """The objects below a prefix, in key order.
+        """The objects below a prefix, in the order of the bucket.
 
         Raises:
             RemoteError: the bucket cannot be listed.

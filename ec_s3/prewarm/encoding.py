@@ -7,8 +7,6 @@ one thread at a time, never from its event loop.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ class MediaItem:
     uri: str
     modality: Modality
     uuid: str | None = None
-    processor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    processor: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +128,3 @@ class Encoder(Protocol):
     def close(self) -> None:
         """End the vLLM; idempotent."""
         ...
-
-
-def open_encoder(settings: EncoderSettings) -> Encoder:
-    """The vLLM of a job; it starts when it first has to encode.
-
-    Raises:
-        ConfigError: vLLM is not installed, or the settings cannot be used.
-    """
-    # By name: only the connector may depend on vLLM, and nothing but vLLM on the connector.
-    encoder: Encoder = import_module("ec_s3.connector.encoder").open_encoder(settings)
-    return encoder

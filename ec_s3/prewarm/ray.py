@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ec_s3.config import ECConfig
 from ec_s3.errors import ConfigError
-from ec_s3.prewarm.encoding import open_encoder
+from ec_s3.prewarm.isolation import open_encoder
 from ec_s3.prewarm.job import Wanted, opened
 from ec_s3.prewarm.runner import Listeners, Mode
 from ec_s3.prewarm.shard import Shard

@@ -45,6 +45,7 @@ _CODES = {
     503: "SlowDown",
 }
 _NO_BODY = (204, 304)
+_CHUNKED = re.compile(rb"(?i)\r\ntransfer-encoding:\s*chunked")
 _PIECE_BYTES = 64 << 10
 _WAIT_SECONDS = 10.0
 
@@ -73,6 +74,7 @@ class Fault:
         reset: close it with a reset, otherwise in order.
         stall_at: fall silent for good after so many bytes of the body.
         flip_at: invert the byte at this offset of the body.
+        flip_sent_at: invert the byte at this offset of the request's body before it goes upstream.
         extra: bytes sent behind the announced end of the body.
         close: close the kept-alive connection after a whole answer, without announcing it.
         met: how often it has happened; counted by the server.
@@ -96,6 +98,7 @@ class Fault:
     reset: bool = False
     stall_at: int | None = None
     flip_at: int | None = None
+    flip_sent_at: int | None = None
     extra: bytes = b""
     close: bool = False
     met: int = field(default=0, compare=False)
@@ -135,8 +138,10 @@ class FaultServer:
     """The proxy; a context manager, usable from any thread.
 
     Args:
-        upstream: `http://host:port` of the S3 server behind it, empty for none.
+        upstream: `http(s)://host:port` of the S3 server behind it, empty for none.
+        port: to listen on, 0 for any that is free.
         tls: server-side TLS context; the proxy then speaks https.
+        upstream_tls: whom to trust as an https upstream.
         idle_seconds: close connections that were idle for so long, without a word.
         seed: of the dice for faults that have a `chance`.
 
@@ -148,13 +153,16 @@ class FaultServer:
         self,
         upstream: str = "",
         *,
+        port: int = 0,
         tls: ssl.SSLContext | None = None,
+        upstream_tls: ssl.SSLContext | None = None,
         idle_seconds: float = 60.0,
         seed: int = 0,
     ) -> None:
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname, parts.port) if upstream else None
         self._tls = tls
+        self._upstream_tls = upstream_tls if parts.scheme == "https" else None
         self._idle_seconds = idle_seconds
         self._dice = random.Random(seed)
         self._lock = threading.Lock()
@@ -164,7 +172,7 @@ class FaultServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._port = 0
+        self._port = port
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -274,7 +282,8 @@ class FaultServer:
             await asyncio.Event().wait()
         if fault.refuse:
             return _reset(writer)
-        answer = _error(fault) if fault.status else await self._relay(method, head, body)
+        sent = _flipped(body, fault.flip_sent_at)
+        answer = _error(fault) if fault.status else await self._relay(method, head, sent)
         if fault.drop_response:
             return _reset(writer)
         writer.write(answer.head)
@@ -290,9 +299,13 @@ class FaultServer:
         """Ask the upstream, on a connection of its own."""
         if self._upstream is None:
             return _error(Fault(status=404))
-        reader, writer = await asyncio.open_connection(*self._upstream, limit=1 << 20)
+        reader, writer = await asyncio.open_connection(
+            *self._upstream, limit=1 << 20, ssl=self._upstream_tls
+        )
         try:
             kept = re.sub(rb"(?i)\r\n(connection|expect):[^\r]*", b"", head)
+            if _CHUNKED.search(head):  # a server may well insist on a length
+                body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
             writer.write(kept[:-2] + b"Connection: close\r\n\r\n" + body)
             await writer.drain()
             while True:
@@ -316,7 +329,7 @@ def _kept_alive(head: bytes) -> bytes:
 
 async def _read_body(reader: asyncio.StreamReader, head: bytes, *, to_end: bool = False) -> bytes:
     """The body behind a head; `to_end` where one without a length goes up to the end."""
-    if re.search(rb"(?i)\r\ntransfer-encoding:\s*chunked", head):
+    if _CHUNKED.search(head):
         pieces = []
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             pieces.append(await reader.readexactly(size))
@@ -331,10 +344,7 @@ async def _read_body(reader: asyncio.StreamReader, head: bytes, *, to_end: bool 
 
 async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) -> bool:
     """Send a body the way the fault has it; whether all of it was sent."""
-    if fault.flip_at is not None and fault.flip_at < len(body):
-        changed = bytearray(body)
-        changed[fault.flip_at] ^= 0xFF
-        body = bytes(changed)
+    body = _flipped(body, fault.flip_at)
     ends = [end for end in (fault.cut_at, fault.stall_at) if end is not None]
     stop = min([len(body), *ends])
     step = max(1, int(fault.rate / 20)) if fault.rate else _PIECE_BYTES
@@ -346,6 +356,12 @@ async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) ->
     if fault.stall_at is not None and stop == fault.stall_at:
         await asyncio.Event().wait()
     return stop == len(body)
+
+
+def _flipped(body: bytes, at: int | None) -> bytes:
+    if at is None or at >= len(body):
+        return body
+    return body[:at] + bytes([body[at] ^ 0xFF]) + body[at + 1 :]
 
 
 def _error(fault: Fault) -> _Answer:

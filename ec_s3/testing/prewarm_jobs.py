@@ -59,7 +59,13 @@ def make_catalogue(folder: Path, number: int) -> Catalogue:
 
 
 def start_job(
-    *, url: str, model: Path, media: Path, workdir: Path, name: str, options: Sequence[str] = ()
+    *,
+    url: str,
+    model: Path,
+    media: Path,
+    workdir: Path,
+    name: str,
+    arguments: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `ec-s3 prewarm` in a process group of its own.
 
@@ -69,20 +75,20 @@ def start_job(
         media: what to encode.
         workdir: folder for `<name>.log`, `<name>.json` and `<name>-errors.jsonl`.
         name: of the job.
-        options: further ones of the command.
+        arguments: further ones of vLLM.
     """
     command = [sys.executable, "-m", "ec_s3.cli.app", "--json", "--url", url, "prewarm"]
     command += ["--model", str(model), "--media", str(media), "--batch-size", str(BATCH)]
     command += ["--report", str(workdir / f"{name}.json")]
-    command += ["--errors", str(workdir / f"{name}-errors.jsonl"), *options]
-    command += ["--", "--dtype", DTYPE, "--max-model-len", "1024", "--enforce-eager"]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command += ["--errors", str(workdir / f"{name}-errors.jsonl")]
+    command += ["--", "--dtype", DTYPE, "--max-model-len", "1024", "--enforce-eager", *arguments]
+    vllm = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (workdir / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
             command,
             stdout=log,
             stderr=log,
-            env=client_environment() | settings | {"EC_S3_MAX_LOCAL_CPU_SIZE": "64MiB"},
+            env=client_environment() | vllm | {"EC_S3_MAX_LOCAL_CPU_SIZE": "64MiB"},
             start_new_session=True,
         )
 

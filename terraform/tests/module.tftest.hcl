@@ -54,6 +54,24 @@ run "defaults_are_private_encrypted_and_bounded" {
   }
 
   assert {
+    condition = jsondecode(aws_kms_key.this[0].policy).Statement == [{
+      Sid       = "Account"
+      Effect    = "Allow"
+      Principal = { AWS = "arn:aws:iam::123456789012:root" }
+      Action    = "kms:*"
+      Resource  = "*"
+    }]
+    error_message = "The key is not left to the account's IAM."
+  }
+
+  assert {
+    condition = alltrue([
+      for role, policy in aws_iam_policy.this : policy.policy == module.policies.role_policies[role]
+    ])
+    error_message = "A role has another's policy."
+  }
+
+  assert {
     condition     = aws_s3_bucket_policy.this.policy == module.policies.bucket_policy
     error_message = "The bucket lacks its policy."
   }

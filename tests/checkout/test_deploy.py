@@ -324,6 +324,14 @@ class TestPrewarm:
         shards = [Shard.parse(command_line(line)[1]["shard"]) for line in lines]
         assert shards == [Shard(index, count) for index in range(count)]
 
+    @pytest.mark.parametrize("overlay", ["eks-prewarm", "minio-prewarm"])
+    def test_schedule_is_a_time_that_comes(self, overlay: str) -> None:
+        (job,) = of_kind(overlay, "CronJob")
+        limits = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+        given = job["spec"]["schedule"].split()
+        for field, (least, most) in zip(given, limits, strict=True):
+            assert field == "*" or least <= int(field) <= most
+
     def test_same_model_as_the_servers(self) -> None:
         for platform in ("eks", "minio"):
             found = {

@@ -7,6 +7,8 @@ import asyncio
 import doctest
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from contextlib import ExitStack
 from functools import cache
@@ -18,6 +20,7 @@ import prometheus_client
 import pytest
 import torch
 import typer
+import yaml
 from doc_pages import GAP, ROOT, Block
 from typer.testing import CliRunner
 
@@ -33,6 +36,7 @@ from ec_s3.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from ec_s3.testing.moto import S3Server
 
@@ -160,6 +164,17 @@ def test_blocks_of_a_page_run_in_their_order(page: str) -> None:
                 run_python(block, names)
 
 
+def test_the_store_of_the_page_passes_the_suite_of_the_page(tmp_path: Path) -> None:
+    page = "docs/contributing/add-a-store.md"
+    store, _, suite = (block.text for block in BLOCKS if block.page == page)
+    (tmp_path / "test_page.py").write_text(f"from __future__ import annotations\n{store}\n{suite}")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert int(ran.stdout.split(" passed")[0].split()[-1]) > 40
+
+
 def test_settings_are_for_pages_that_have_blocks() -> None:
     assert SETTINGS.keys() <= {block.page for block in BLOCKS}
 
@@ -174,6 +189,12 @@ def test_blocks_say_what_they_are() -> None:
     assert not strange
 
 
+def test_manifests_and_settings_can_be_read() -> None:
+    for block in doc_pages.blocks():
+        if block.language == "yaml":
+            assert all(yaml.safe_load_all(block.text)), f"{block.page}:{block.line}"
+
+
 def test_what_is_not_run_is_code() -> None:
     marked = [block for block in doc_pages.blocks() if block.not_run]
     assert all(block.language in RUNS for block in marked)
@@ -185,14 +206,20 @@ def test_what_is_not_run_is_code() -> None:
 # -- commands --------------------------------------------------------------------------------
 
 
+_CALL = re.compile(
+    r"(?:\$ |- |run: |kubectl .* -- |[A-Z0-9_]+=\S+ )*ec-s3 (?P<rest>.+?)(?: \|\| code=\$\?)?$"
+)
+"""A line that calls `ec-s3`, in a shell, a pod or a pipeline's step."""
+
+
 def shell_commands() -> Iterator[tuple[str, list[str]]]:
-    """Every call of `ec-s3` in the pages' shell blocks, and where it stands."""
+    """Every call of `ec-s3` in the pages' shell blocks and manifests, and where it stands."""
     for block in doc_pages.blocks():
-        if block.language not in ("shell", "bash", "console"):
+        if block.language not in ("shell", "bash", "console", "yaml"):
             continue
         text = re.sub(r"\\\n\s*", " ", block.text)
         for line in text.splitlines():
-            found = re.match(r"(?:\$ |[A-Z0-9_]+=\S+ )*ec-s3 (?P<rest>.+)", line.strip())
+            found = _CALL.match(line.strip())
             if found:
                 words = shlex.split(found["rest"], comments=True)
                 yield f"{block.page}:{block.line}", words

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import typer
 from recorded_roles import (
+    COMMANDS,
+    ELSEWHERE,
+    EXAMINATIONS,
+    NO_REQUESTS,
     PREFIX,
     SPACE,
     WORK,
@@ -21,6 +26,7 @@ from recorded_roles import (
 )
 
 from ec_s3 import EncoderCache
+from ec_s3.cli.app import app
 from ec_s3.errors import ConfigError
 from ec_s3.permissions import (
     OPERATIONS,
@@ -54,6 +60,21 @@ def recorded(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) 
         yield made
 
 
+def leaves() -> list[str]:
+    """Every command, subcommands by both their names; one that also stands alone by its own."""
+    found: list[str] = []
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]  # a group
+        inner = getattr(command, "commands", {})
+        if not inner or command.invoke_without_command:
+            found.append(name)
+        found += [f"{name} {one}" for one in inner]
+    return found
+
+
+def line_is(line: tuple[str, ...], command: str) -> bool:
+    return " ".join(line[: command.count(" ") + 1]) == command
+
+
 class TestLeastPrivilege:
     @pytest.mark.parametrize("role", list(Role))
     def test_a_role_may_do_what_it_does_and_nothing_else(
@@ -67,6 +88,11 @@ class TestLeastPrivilege:
         examines(recorded)
         policy: Any = role_policy(Role.MAINTAINER, Scope(bucket=recorded.name, prefix=PREFIX))
         assert "s3:DeleteObject" in assert_enough(policy, recorded)
+
+    def test_every_command_is_recorded_for_a_role(self) -> None:
+        lines = [line for done in COMMANDS.values() for line in done] + [*EXAMINATIONS]
+        recorded = {command for line in lines for command in leaves() if line_is(line, command)}
+        assert recorded | NO_REQUESTS | ELSEWHERE == set(leaves())
 
     def test_stored_tags_need_a_right_of_their_own(self, recorded: Bucket) -> None:
         async def work() -> None:

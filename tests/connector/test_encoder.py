@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,6 +167,24 @@ def test_identifier_is_the_one_of_a_server_with_the_same_options(
     assert looks_like_content_hash(found)
 
 
+@pytest.mark.parametrize("tower", [False, True])
+def test_identifier_under_the_adapter_of_a_modality_is_the_one_of_its_servers(
+    model: str, *, tower: bool
+) -> None:
+    """An adapter on the encoder is part of the name; one on the language model is not."""
+    from ec_s3.connector.encoder import open_encoder
+
+    options = ["--enable-lora", "--default-mm-loras", '{"image": "/adapters/a", "video": "/b"}']
+    options += ["--enable-tower-connector-lora"] if tower else []
+    encoder = open_encoder(settings(model, *options, adapter="f00" if tower else ""))
+    try:
+        found = named(encoder, picture())
+    finally:
+        encoder.close()
+    content = server_name(server_config(model, *options), picture())
+    assert found == (f"image:{content}" if tower else content)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -228,6 +247,25 @@ def test_one_bad_entry_fails_alone_and_says_why(
         assert "\n" not in result.reason
         assert "0x" not in result.reason
         assert len(result.reason) < 600
+
+
+@pytest.mark.parametrize(
+    ("modality", "decoder"), [("audio", "soundfile"), ("video", "opencv-python-headless")]
+)
+def test_media_that_nothing_here_decodes_fail_with_what_to_install(
+    opened: Callable[..., VllmEncoder],
+    monkeypatch: pytest.MonkeyPatch,
+    modality: str,
+    decoder: str,
+) -> None:
+    async def absent(*_: object, **__: object) -> None:
+        raise PackageNotFoundError("vllm")  # as a vLLM of another distribution's name says it
+
+    monkeypatch.setattr(opened()._preparer, "_parse_messages", absent)
+    (result,) = opened().identify([entry(modality=modality)], [b"media"])
+    assert isinstance(result, Failed)
+    assert f"vLLM decodes {modality} with" in result.reason
+    assert decoder in result.reason
 
 
 def test_picture_of_more_rows_than_the_model_has_room_for_fails_alone(

@@ -68,7 +68,8 @@ def test_encode_only_server_asks_without_fetching_and_skips_what_is_there(
         engine.serve(prompt("1", "a"), prompt("2", "b"))
         assert engine.encoded == ["b"]
         assert proxy.count("GET", "/float32/") == 0
-        assert proxy.count("HEAD", "/float32/") == 2
+        asked = [request.path for request in proxy.log if request.method == "HEAD"]
+        assert len(set(asked)) == 2, "each once, and perhaps again before its body"
         until(lambda: engine.stats["uploads_written"] == 1, "the upload")
 
 

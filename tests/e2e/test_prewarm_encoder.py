@@ -13,7 +13,9 @@ import pytest
 
 from ec_s3 import wire
 from ec_s3.config import ECConfig
+from ec_s3.prewarm.encoding import EncoderSettings, Failed, Identified, MediaItem
 from ec_s3.prewarm.expect import FIELDS, fields_of, read_expected
+from ec_s3.prewarm.isolation import IsolatedEncoder, Opener
 from ec_s3.testing.faults import Fault
 from ec_s3.testing.vllm_process import PATIENT, client_environment
 from ec_s3.testing.vllm_server import picture, text
@@ -162,6 +164,36 @@ def test_vllm_that_failed_is_started_again_and_clients_own_names_are_kept(
     assert (only["done"], only["reasons"]) == ([1, 2], {})
     for name in uuids.values():
         assert lab.stored("names", name)[1].meta.input_digest
+
+
+@pytest.mark.slow
+def test_medium_that_ends_vllms_process_is_left_out_and_the_others_are_encoded(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support = Path(__file__).parents[1] / "support"
+    more = {"PYTHONPATH": str(support), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in (client_environment() | more).items():
+        monkeypatch.setenv(name, value)
+    paths = [lab.pictures["china-1"], tmp_path / "kills-encoder.png", lab.pictures["flower-1"]]
+    paths[1].write_bytes(lab.pictures["hopper-1"].read_bytes())
+    items = [
+        MediaItem(line=line, uri=str(path), modality="image")
+        for line, path in enumerate(paths, start=1)
+    ]
+    settings = EncoderSettings(
+        model=str(lab.model("qwen2-vl")),
+        arguments=_OPTIONS,
+        connector={"url": lab.server.location("crashed"), **PATIENT},
+    )
+    encoder = IsolatedEncoder(settings, Opener("mortal_encoder", "open_mortal_vllm"))
+    try:
+        named = encoder.identify(items, paths)
+        results = encoder.encode([one for one in named if isinstance(one, Identified)])
+    finally:
+        encoder.close()
+    assert [type(one) for one in results] == [Identified, Failed, Identified]
+    assert "SIGSEGV" in results[1].reason  # type: ignore[union-attr]  # Failed, as just seen
+    assert len(lab.server.items("crashed")) == 2
 
 
 @pytest.mark.slow

@@ -290,12 +290,23 @@ def test_a_bad_object_is_a_miss_and_the_next_save_repairs_it(
     assert same(bench.open(faults=False).get("a"), tensor(0))
 
 
-def test_a_byte_flipped_on_the_way_is_found(bench: Bench) -> None:
+def test_a_byte_flipped_on_the_way_is_found_and_the_object_read_again(bench: Bench) -> None:
     bench.fill("a")
     bench.proxy.add(Fault(method="GET", path=ITEMS, flip_at=50_000, times=1))
+    engine = bench.open()
+    assert same(engine.get("a"), tensor(0))
+    assert bench.proxy.count("GET", ITEMS) == 2
+    assert engine.stats()["corrupt_objects_remote"] == 0
+
+
+def test_an_object_whose_bytes_are_flipped_again_and_again_is_a_miss(bench: Bench) -> None:
+    bench.fill("a")
+    bench.proxy.add(Fault(method="GET", path=ITEMS, flip_at=50_000))
     engine = bench.open(negative_ttl=0.0)
     assert engine.get("a") is None
+    assert bench.proxy.count("GET", ITEMS) == 2
     assert engine.stats()["misses_corrupt"] == 1
+    bench.proxy.clear()
     assert same(engine.get("a"), tensor(0))
 
 

@@ -6,14 +6,10 @@ import asyncio
 import contextlib
 import datetime
 import ipaddress
-import json
 import logging
 import os
 import socket
 import ssl
-import threading
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,14 +92,53 @@ async def test_a_lost_answer_to_a_put_is_sent_as_often_as_the_sdk_says(
 
 
 @pytest.mark.parametrize("size", [10, 2_000_000])
-async def test_a_lost_answer_to_ones_own_put_counts_as_there(
+async def test_a_lost_answer_to_ones_own_put_counts_as_written(
     store: S3Store, proxy: FaultServer, size: int
 ) -> None:
     proxy.add(Fault(method="PUT", drop_response=True, times=1))
     body = os.urandom(size)
-    assert await store.put("k", [body[:3], body[3:]]) is PutOutcome.EXISTS
+    assert await store.put("k", [body[:3], body[3:]]) is PutOutcome.WRITTEN
     assert proxy.count("PUT") == 2
     assert await read(store, "k") == body
+
+
+async def test_a_put_whose_answers_were_all_lost_is_not_sent_again_by_the_next_one(
+    store: S3Store, proxy: FaultServer
+) -> None:
+    proxy.add(Fault(method="PUT", drop_response=True, times=ATTEMPTS))
+    with pytest.raises(RemoteUnavailableError):
+        await store.put("k", [BODY])
+    assert await store.put("k", [BODY[:9], BODY[9:]]) is PutOutcome.WRITTEN
+    assert proxy.count("PUT") == ATTEMPTS
+    assert await store.put("k", [BODY]) is PutOutcome.EXISTS
+
+
+async def test_after_lost_answers_another_writers_object_is_not_taken_for_ones_own(
+    filled: S3Store, proxy: FaultServer
+) -> None:
+    for body in (os.urandom(len(BODY)), BODY[:-1]):
+        proxy.clear()
+        proxy.add(Fault(method="PUT", refuse=True, times=ATTEMPTS))
+        with pytest.raises(RemoteUnavailableError):
+            await filled.put("k", [body])
+        assert await filled.put("k", [body]) is PutOutcome.EXISTS
+        assert proxy.count("PUT") == ATTEMPTS
+    assert await read(filled, "k") == BODY
+
+
+@pytest.mark.parametrize("compares", [True, False])
+async def test_a_store_that_compares_versions_in_its_own_way_has_them_replaced_all_the_same(
+    filled: S3Store, proxy: FaultServer, compares: bool
+) -> None:
+    """Ceph 16: an If-Match with the quotes of the ETag never matches."""
+    info = await filled.head("k")
+    assert info is not None
+    quoted = r'(?i)\nif-match: *"' if compares else r"(?i)\nif-match:"
+    proxy.add(Fault(method="PUT", header=quoted, status=412))
+    assert await filled.put("k", [b"new"], if_match=info.etag) is PutOutcome.WRITTEN
+    assert await read(filled, "k") == b"new"
+    assert await filled.put("k", [b"newer"], if_match=info.etag) is PutOutcome.CHANGED
+    assert await read(filled, "k") == b"new"
 
 
 async def test_a_stale_kept_alive_connection_is_invisible(
@@ -397,7 +432,7 @@ async def test_wrong_credentials_are_no_miss(
     filled: S3Store, proxy: FaultServer, code: str
 ) -> None:
     proxy.add(Fault(status=403, code=code))
-    with pytest.raises(RemoteDeniedError, match=f"{code}.*credentials"):
+    with pytest.raises(RemoteDeniedError, match=f"{code}.*(credentials|clock)"):
         await filled.get("k", into=buffer)
 
 
@@ -424,58 +459,6 @@ async def test_failed_deletes_are_reported_one_by_one(filled: S3Store, proxy: Fa
     assert report.deleted == ("k", "never")
     assert list(report.failed) == ["bad/1"]
     assert "AccessDenied" in report.failed["bad/1"]
-
-
-class _Issuer(BaseHTTPRequestHandler):
-    """Issues credentials that expire almost at once, each with a number of its own."""
-
-    issued = 0
-
-    def do_GET(self) -> None:
-        type(self).issued += 1
-        expiry = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=2)
-        body = json.dumps(
-            {
-                "AccessKeyId": f"NUMBER{self.issued}",
-                "SecretAccessKey": "x",
-                "Token": "t",
-                "Expiration": expiry.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            }
-        ).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-async def test_short_lived_credentials_are_renewed_while_the_store_is_in_use(
-    open_store: Callable[..., S3Store],
-    proxy: FaultServer,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    issuer = ThreadingHTTPServer(("127.0.0.1", 0), _Issuer)
-    thread = threading.Thread(target=issuer.serve_forever)
-    thread.start()
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv(
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server_port}/c"
-    )
-    store = open_store(S3Location(bucket, endpoint=proxy.url), PATIENT)
-    try:
-        for n in range(4):
-            assert await store.put(f"k/{n}", [BODY]) is PutOutcome.WRITTEN
-        await store.aclose()
-    finally:
-        issuer.shutdown()
-        thread.join()
-        issuer.server_close()
-    signed = [request.header("Authorization").partition("/")[0] for request in proxy.log]
-    assert len(set(signed)) == 4
 
 
 async def test_no_secret_reaches_an_error_a_log_or_a_repr(
@@ -618,16 +601,13 @@ async def test_a_failed_or_cancelled_multipart_upload_is_aborted(
     await store.aclose()
 
 
-@pytest.mark.parametrize(
-    ("if_absent", "outcome"), [(True, PutOutcome.EXISTS), (False, PutOutcome.WRITTEN)]
-)
-async def test_a_lost_answer_to_the_end_of_a_multipart_upload_counts_as_there(
+@pytest.mark.parametrize("if_absent", [True, False])
+async def test_a_lost_answer_to_the_end_of_a_multipart_upload_counts_as_written(
     open_store: Callable[..., S3Store],
     proxy: FaultServer,
     bucket: str,
     caplog: pytest.LogCaptureFixture,
     if_absent: bool,
-    outcome: PutOutcome,
 ) -> None:
     store = open_store(S3Location(bucket, endpoint=proxy.url))
     proxy.add(
@@ -636,7 +616,7 @@ async def test_a_lost_answer_to_the_end_of_a_multipart_upload_counts_as_there(
         Fault(method="DELETE", path="uploadId", status=404, code="NoSuchUpload"),
     )
     parts = [memoryview(bytes(1 << 20))] * 65
-    assert await store.put("k", parts, if_absent=if_absent) is outcome
+    assert await store.put("k", parts, if_absent=if_absent) is PutOutcome.WRITTEN
     assert "could not be aborted" not in caplog.text
     await store.aclose()
 
@@ -767,25 +747,4 @@ async def test_a_private_authority_can_be_trusted(
     assert await read(store, "k") == BODY
     assert tls_proxy.log[0].header("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
     assert ("certificates" in caplog.text) == (way == "off")
-    await store.aclose()
-
-
-async def test_a_certificate_for_another_host_is_refused(
-    open_store: Callable[..., S3Store], tls_proxy: FaultServer, bucket: str, authority: Path
-) -> None:
-    url = tls_proxy.url.replace("127.0.0.1", "localhost")
-    options = replace(PATIENT, ca_bundle=str(authority))
-    store = open_store(S3Location(bucket, endpoint=url), options)
-    with pytest.raises(RemoteUnavailableError, match="not trusted"):
-        await store.put("k", [BODY])
-    assert not tls_proxy.log
-    await store.aclose()
-
-
-async def test_an_unknown_authority_is_named_with_its_remedy(
-    open_store: Callable[..., S3Store], tls_proxy: FaultServer, bucket: str
-) -> None:
-    store = open_store(S3Location(bucket, endpoint=tls_proxy.url), PATIENT)
-    with pytest.raises(RemoteUnavailableError, match=r"not trusted; set ca_bundle or AWS_CA"):
-        await store.put("k", [BODY])
     await store.aclose()

@@ -6,12 +6,16 @@ Shared by the tests of the policies that the library prints and of those that Te
 from __future__ import annotations
 
 import asyncio
+import tempfile
+import time
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ec_s3 import ECConfig, EncoderCache, Namespace
@@ -22,7 +26,10 @@ from ec_s3.intake import Source
 from ec_s3.lookup import find_header
 from ec_s3.permissions import OPERATIONS, Role, Scope, operations
 from ec_s3.remote import open_store
+from ec_s3.testing.encoder import PlayedEncoder
 from ec_s3.testing.faults import Fault, FaultServer
+from ec_s3.testing.pictures import make_pictures
+from ec_s3.testing.vllm_process import PATIENT
 from ec_s3.warmup import newest
 
 if TYPE_CHECKING:
@@ -31,11 +38,46 @@ if TYPE_CHECKING:
     import pytest
     from typer.testing import Result
 
+    from ec_s3.prewarm.encoding import EncoderSettings
     from ec_s3.testing.faults import Request
     from ec_s3.testing.moto import S3Server
 
 PREFIX = "team/cache"
 SPACE = Namespace(model="org/model", dtype="bfloat16")
+
+NO_REQUESTS = {"policy", "config", "config from-lmcache"}
+"""Commands that ask no bucket."""
+
+ELSEWHERE = {"demo"}
+"""Commands that bring a bucket of their own."""
+
+COMMANDS: dict[Role, tuple[tuple[str, ...], ...]] = {
+    Role.READER: (),
+    Role.WRITER: (),
+    Role.PREWARM: (
+        ("upload", "OUTPUTS", "--model", SPACE.model),
+        ("prewarm", "--model", SPACE.model, "--media", "PICTURES"),
+        ("index", SPACE.id),
+    ),
+    Role.MAINTAINER: (
+        ("ls",),
+        ("stat", SPACE.object_key("there")),
+        ("get", SPACE.object_key("there"), "--output", "TENSOR"),
+        ("verify", SPACE.prefix),
+        ("control", "disable", SPACE.id),
+        ("control", "enable", SPACE.id),
+        ("control", "invalidate-before", SPACE.id, "now"),
+        ("control", "show", SPACE.id),
+        ("index", SPACE.id),
+        ("cost",),
+        ("rm", SPACE.object_key("doomed"), "--yes"),
+        ("gc", "--yes"),
+    ),
+}
+"""What each role runs; words in capitals are paths."""
+
+EXAMINATIONS: tuple[tuple[str, ...], ...] = (("doctor",), ("du",), ("bench",))
+"""What a maintainer may run as well; some of it is done by other roles' requests."""
 
 
 def run(*arguments: str) -> Result:
@@ -54,6 +96,7 @@ _REQUESTS = {
     ("POST", "uploadId"): "CompleteMultipartUpload",
     ("DELETE", "uploadId"): "AbortMultipartUpload",
     ("DELETE", ""): "DeleteObject",
+    ("POST", "delete"): "DeleteObject",  # the right is the same, its keys are in the body
 }
 
 
@@ -61,8 +104,10 @@ def named(request: Request) -> tuple[str, str, str]:
     """S3's name of a request, the key that it is about, and the prefix that it lists."""
     parts = urlsplit(request.path)
     query = parse_qs(parts.query, keep_blank_values=True)
-    kind = next((q for q in ("list-type", "uploads", "uploadId") if q in query), "")
+    kind = next((q for q in ("list-type", "uploads", "uploadId", "delete") if q in query), "")
     key = parts.path.split("/", 2)[2] if parts.path.count("/") > 1 else ""
+    if kind == "delete":
+        key = f"{PREFIX}/doctor/probe"  # nobody else sends it
     return _REQUESTS[request.method, kind], key, query.get("prefix", [""])[0]
 
 
@@ -88,7 +133,7 @@ class Bucket:
         self.url = f"s3://{name}/team/cache?endpoint={proxy.url}"
 
     def config(self, **given: object) -> ECConfig:
-        return ECConfig.from_mapping({"url": self.url, "max_local_cpu_size": 64 << 20, **given})
+        return ECConfig.from_mapping({**PATIENT, "url": self.url, **given})
 
     async def fill(self) -> None:
         """Something to read, past the proxy."""
@@ -101,9 +146,17 @@ class Bucket:
         await ingest(store, items, config, SPACE)
         await store.aclose()
 
-    def command(self, *arguments: str) -> None:
-        result = run("--url", self.url, *arguments)
-        assert result.exit_code == 0, result.output
+    def commands(self, lines: tuple[tuple[str, ...], ...]) -> None:
+        """Run commands of `ec-s3`, all of which must go well."""
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {name: str(Path(folder, name)) for name in ("OUTPUTS", "PICTURES", "TENSOR")}
+            Path(paths["OUTPUTS"]).mkdir()
+            tensors = {f"{9:064x}": torch.ones(8, 16, dtype=torch.bfloat16)}
+            save_file(tensors, Path(paths["OUTPUTS"], "one.safetensors"))
+            make_pictures(Path(paths["PICTURES"]), 2)
+            for line in lines:
+                result = run("--url", self.url, *(paths.get(word, word) for word in line))
+                assert result.exit_code == 0, result.output
 
 
 def large() -> torch.Tensor:
@@ -142,8 +195,18 @@ def writes(bucket: Bucket) -> None:
             bucket.proxy.add(Fault(method="PUT", path="partNumber=2", status=403, times=1))
             await cache.put("refused", large())
             assert (await cache.flush(60)).complete
+        async with EncoderCache(bucket.config(object_lifetime="30d"), SPACE) as cache:
+            assert await cache.get("there") is not None  # an old one: it is written again
+            await _until(lambda: any(r.header("if-match") for r in bucket.proxy.log))
 
     asyncio.run(work())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        await asyncio.sleep(0.01)
 
 
 def prewarms(bucket: Bucket) -> None:
@@ -167,6 +230,7 @@ def prewarms(bucket: Bucket) -> None:
         await store.aclose()
 
     asyncio.run(work())
+    bucket.commands(COMMANDS[Role.PREWARM])
 
 
 def maintains(bucket: Bucket) -> None:
@@ -174,21 +238,13 @@ def maintains(bucket: Bucket) -> None:
     client = bucket.server.client()
     client.create_multipart_upload(Bucket=bucket.name, Key=f"team/cache/{SPACE.object_key('x')}")
     client.close()
-    bucket.command("ls")
-    bucket.command("stat", SPACE.object_key("there"))
-    bucket.command("verify", SPACE.prefix)
-    bucket.command("rm", SPACE.object_key("doomed"), "--yes")
-    bucket.command("control", "disable", SPACE.id)
-    bucket.command("index", SPACE.id)
-    bucket.command("cost")
-    bucket.command("gc", "--yes")
+    bucket.commands(COMMANDS[Role.MAINTAINER])
 
 
 def examines(bucket: Bucket) -> None:
-    """What `doctor` and `du` ask, which are for a maintainer."""
+    """What is for a maintainer beside the upkeep."""
     asyncio.run(bucket.fill())
-    bucket.command("doctor")
-    bucket.command("du")
+    bucket.commands(EXAMINATIONS)
 
 
 WORK: dict[Role, Callable[[Bucket], None]] = {
@@ -199,12 +255,27 @@ WORK: dict[Role, Callable[[Bucket], None]] = {
 }
 
 
+def _played(settings: EncoderSettings) -> PlayedEncoder:
+    facts = {"model_argument": settings.model, "mm_processor_kwargs": None}
+    return PlayedEncoder(
+        settings.connector, Namespace(model="org/model", dtype="float32"), facts=facts
+    )
+
+
 @contextmanager
 def recording(server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setattr("ec_s3.s3._MULTIPART_BYTES", 1 << 20)
     monkeypatch.setattr("ec_s3.transfer.PART_BYTES", 5 << 20)
     # Now, not after a day: an upload's age is by the server's clock, and none takes so long here.
     monkeypatch.setattr("ec_s3.cli.gc.UPLOAD_SECONDS", -60.0)
+    # Every object counts as old, at once.
+    monkeypatch.setattr("ec_s3.refresh.OLD_SHARE", 0.0)
+    monkeypatch.setattr("ec_s3.refresh.LONGEST_SPREAD", 0.0)
+    # Little to move: nothing is measured here.
+    monkeypatch.setattr("ec_s3.cli.bench.LARGE_BYTES", 64 << 10)
+    monkeypatch.setattr("ec_s3.cli.bench.SMALL_ROUNDS", 2)
+    monkeypatch.setattr("ec_s3.cli.bench.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("ec_s3.cli.prewarm_job.open_encoder", _played)
     with FaultServer(server.url) as proxy:
         yield Bucket(server, bucket, proxy)
 

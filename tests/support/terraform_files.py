@@ -297,6 +297,28 @@ def roles_are_trusted_to_one_service_account(root: Path) -> None:
     }
 
 
+def policies_are_where_they_belong(root: Path) -> None:
+    """Each role gets its own policy, the endpoint its own, and MinIO's rule has its bucket."""
+    for folder, form in ((".", "aws_iam_policy"), ("modules/minio", "minio_iam_policy")):
+        policy = Module(root / folder).resource(form)
+        assert policy["policy"] == "${module.policies.role_policies[each.key]}"
+        assert policy["for_each"] == "${var.roles}"
+    endpoint = Module(root).resource("aws_vpc_endpoint")
+    assert endpoint["policy"] == "${module.policies.endpoint_policy}"
+    express = Module(root / "modules/express")
+    document = express.resource("aws_iam_policy")["policy"]
+    assert "Statement = local.role_statements[each.key]" in re.sub(r'["$]', "", document)
+    bucket = express.resource("aws_s3_bucket_policy")["policy"]
+    assert "Statement = local.bucket_statements" in re.sub(r'["$]', "", bucket)
+    attachment = Module(root / "modules/eks-identity").resource("aws_iam_role_policy_attachment")
+    assert attachment["policy_arn"] == "${var.policy_arn}"
+    user = Module(root / "modules/minio").resource("minio_iam_user_policy_attachment")
+    assert user["policy_name"] == "${minio_iam_policy.this[each.key].name}"
+    assert user["user_name"] == "${minio_iam_user.this[each.key].name}"
+    rule = Module(root / "modules/minio").resource("minio_ilm_policy")
+    assert rule["bucket"] == "${minio_s3_bucket.this.bucket}"
+
+
 _META = {"count", "for_each", "depends_on", "dynamic", "provider", "lifecycle"}
 _FREE = {"tags", "dimensions"}  # maps whose keys are the user's
 
@@ -343,5 +365,6 @@ RULES = (
     modules_take_and_give_the_same,
     what_can_be_tagged_is,
     roles_are_trusted_to_one_service_account,
+    policies_are_where_they_belong,
 )
 """Those that need no schema; each raises AssertionError where it does not hold."""

@@ -39,7 +39,18 @@ class Workspace:
         )
 
     def run(self, where: str, *arguments: str) -> str:
-        done = subprocess.run(
+        done = self._run(where, *arguments)
+        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def fails(self, where: str, *arguments: str) -> str:
+        """What a command says that is expected to fail."""
+        done = self._run(where, *arguments, "-no-color")
+        assert done.returncode != 0, f"terraform {arguments[0]} noticed nothing"
+        return done.stdout + done.stderr
+
+    def _run(self, where: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [os.environ.get("TERRAFORM", "terraform"), *arguments],
             cwd=self.folder / where,
             env=environment(),
@@ -48,8 +59,6 @@ class Workspace:
             timeout=_DEADLINE,
             check=False,
         )
-        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout}{done.stderr}"
-        return done.stdout
 
     def init(self, where: str) -> None:
         plugins = os.environ.get("TF_PLUGINS")

@@ -136,6 +136,26 @@ def lifecycles() -> Iterator[Mutant]:
     yield Mutant("minio-prefix", MINIO, "module.policies.items_prefix", '"elsewhere/"')
 
 
+def attachments() -> Iterator[Mutant]:
+    """Each policy put in the place of another, or nowhere."""
+    of_role, widest = "role_policies[each.key]", 'role_policies["maintainer"]'
+    yield Mutant("role-gets-anothers", "iam.tf", of_role, widest)
+    yield Mutant("minio-role-gets-anothers", MINIO, of_role, widest)
+    yield Mutant(
+        "minio-user-gets-anothers", MINIO, "minio_iam_policy.this[each.key]", "x", "policy_name"
+    )
+    yield Mutant("minio-rule-elsewhere", MINIO, "minio_s3_bucket.this.bucket", '"x"', "ilm_policy")
+    text = (TERRAFORM / MINIO).read_text()
+    start = text.index('resource "minio_ilm_policy"')
+    yield Mutant("minio-rule-gone", MINIO, text[start : text.index("\n}\n", start) + 3], "")
+    yield Mutant("endpoint-open", "network.tf", "module.policies.endpoint_policy", "null")
+    express = "local.role_statements[each.key]"
+    yield Mutant("express-role-gets-anothers", EXPRESS, express, 'local.role_statements["writer"]')
+    yield Mutant("express-bucket-open", EXPRESS, "Statement = local.bucket_statements", "x = []")
+    trust = "modules/eks-identity/main.tf"
+    yield Mutant("pods-get-anothers", trust, "= var.policy_arn", '= "arn:aws:iam::aws:policy/x"')
+
+
 def privacy() -> Iterator[Mutant]:
     for switch in (
         "block_public_acls",
@@ -154,7 +174,7 @@ def privacy() -> Iterator[Mutant]:
     yield Mutant("trust-any-pod", trust, "${var.service_account}", "*", "system:serviceaccount")
 
 
-MUTANTS = [*actions(), *denials(), *lifecycles(), *privacy()]
+MUTANTS = [*actions(), *denials(), *lifecycles(), *attachments(), *privacy()]
 
 
 @pytest.fixture(scope="module")

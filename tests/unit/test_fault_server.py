@@ -41,6 +41,21 @@ def test_a_fault_counts_how_often_it_was_met() -> None:
         assert fault.met == 2
 
 
+def test_bodies_on_their_way_to_the_server_can_be_damaged_and_keep_their_framing() -> None:
+    with FaultServer() as upstream, FaultServer(upstream.url) as proxy:
+        proxy.add(Fault(flip_sent_at=1, times=1))
+        parts = urlsplit(proxy.url)
+        assert parts.hostname is not None
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=10)
+        for body in (b"abc", iter([b"ab", b"c"]), iter([])):
+            connection.request("PUT", "/bucket/key", body=body)
+            assert connection.getresponse().read()
+        connection.close()
+        assert [request.nbytes for request in upstream.log] == [3, 3, 0]
+        framing = [request.header("transfer-encoding") for request in upstream.log]
+        assert framing == ["", "chunked", "chunked"]
+
+
 def test_a_cleared_log_keeps_the_script() -> None:
     with FaultServer() as proxy:
         proxy.add(Fault(status=503))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,22 @@ class TestBounds:
         assert report.most_items <= 64
         assert most * 1_000_000 <= 32 << 20
 
+    async def test_a_tensor_is_let_go_once_it_is_encoded(self) -> None:
+        gone, let_go = threading.Event(), {}
+
+        class Watching(MemoryStore):
+            async def put(self, key: str, parts: Sequence[Buffer], **how: Any) -> PutOutcome:
+                let_go[key] = await asyncio.to_thread(gone.wait, 10)  # of the codec's thread, too
+                return await super().put(key, parts, **how)
+
+        one = tensor()
+        weakref.finalize(one, gone.set)
+        items = iter([Source("name", NBYTES, partial(torch.detach, one), held=True)])
+        del one
+        report = await ingest(Watching(), items, settings(), SPACE)
+        assert report.written == 1
+        assert let_go[SPACE.object_key("name")]
+
     async def test_no_more_items_are_taken_than_have_room(self) -> None:
         store, taken = MemoryStore(), 0
         limit = 8
@@ -186,6 +203,20 @@ class TestExistence:
         config = settings(upload_queue_items=4)
         await ingest(store, [lazy(str(n)) for n in range(400)], config, SPACE)
         assert store.calls["head"] < 60
+
+    async def test_is_asked_for_again_before_a_body_that_comes_late(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ec_s3.intake.LATE_SECONDS", -1.0)
+        store = MemoryStore()
+
+        def meanwhile() -> torch.Tensor:
+            store.objects[SPACE.object_key("a")] = b"theirs"
+            return tensor()
+
+        report = await ingest(store, [Source("a", NBYTES, meanwhile)], settings(), SPACE)
+        assert (report.written, report.present) == (0, 1)
+        assert store.calls.get("put", 0) == 0
 
     async def test_an_item_that_comes_twice_is_stored_once(self) -> None:
         store = MemoryStore()

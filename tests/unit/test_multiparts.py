@@ -41,7 +41,7 @@ async def test_a_store_without_multipart_uploads_has_none(
 async def test_a_refusal_is_told(proxy: FaultServer, bucket: str) -> None:
     proxy.add(Fault(method="GET", path=r"\?.*uploads", status=403))
     multiparts = opened(proxy, bucket)
-    with pytest.raises(RemoteDeniedError, match="permission"):
+    with pytest.raises(RemoteDeniedError, match="grant what is missing"):
         await anext(multiparts.list())
     await multiparts.aclose()
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_s3.policy import (
+    PATIENCE,
     Breaker,
     Measured,
     Policy,
@@ -120,6 +121,24 @@ class TestBreaker:
         breaker.abandoned()
         assert breaker.allow(11.0)
         assert not breaker.allow(12.5)
+
+    def test_an_endpoint_that_has_never_answered_is_left_alone_after_its_first_failure(
+        self,
+    ) -> None:
+        breaker = Breaker(threshold=3, trusted=False)
+        breaker.failure(0.0)
+        assert breaker.is_open
+        assert breaker.allow(1.0)
+        breaker.success()
+        breaker.failure(2.0)
+        assert not breaker.is_open
+
+    def test_a_call_given_up_tells_of_a_strange_endpoint_only_when_it_has_waited(self) -> None:
+        breaker = Breaker(threshold=3, trusted=False)
+        breaker.abandoned(0.1)
+        assert not breaker.is_open
+        breaker.abandoned(PATIENCE)
+        assert breaker.is_open
 
 
 class TestTokenBucket:

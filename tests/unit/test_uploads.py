@@ -29,7 +29,7 @@ from ec_s3.presence import Presence, Refused
 from ec_s3.quiet import REPEAT_SECONDS
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.types import FlushReport, ItemMeta, ObjectInfo, PutOutcome, TensorSpec
-from ec_s3.uploads import HEAD_ABOVE, Upload, UploadQueue, UploadTargets
+from ec_s3.uploads import HEAD_ABOVE, LATE_SECONDS, Upload, UploadQueue, UploadTargets
 from ec_s3.wire import decode
 
 if TYPE_CHECKING:
@@ -292,6 +292,49 @@ async def test_a_large_body_follows_a_head(rig: Rig, nbytes: int, heads: int) ->
     assert rig.count("exists") == 1
 
 
+async def test_a_small_body_that_comes_late_follows_a_head(rig: Rig) -> None:
+    """A fleet that encodes the same item at the same time sends its body once, if it can."""
+    await rig.bucket.put(NAMESPACE.object_key("a"), [b"theirs"])
+    rig.bucket.order.clear()
+    upload = rig.stage("a")
+    rig.now = upload.since + 2 * LATE_SECONDS
+    rig.queue.offer(upload)
+    await rig.queue.drain(10)
+    assert rig.bucket.calls["head"] == 1
+    assert upload.key not in rig.bucket.order
+    assert rig.count("exists") == 1
+
+
+@pytest.mark.parametrize("nbytes", [1000, 2 * HEAD_ABOVE])
+async def test_what_a_lost_answer_was_about_is_for_the_store_to_find_out(
+    rig: Rig, nbytes: int
+) -> None:
+    """A HEAD alone cannot tell whose object is there."""
+
+    class Forgetful(Bucket):
+        async def put(
+            self,
+            key: str,
+            parts: Sequence[Buffer],
+            *,
+            if_absent: bool = True,
+            if_match: str | None = None,
+        ) -> PutOutcome:
+            again = key in self.order
+            outcome = await super().put(key, parts, if_absent=if_absent, if_match=if_match)
+            if again or key.endswith(".json"):
+                return PutOutcome.WRITTEN if again else outcome
+            raise RemoteUnavailableError("the answer is lost", operation="put", key=key)
+
+    rig.bucket = Forgetful()
+    await rig.queue.close(1)
+    rig.make()
+    rig.offer("a", nbytes)
+    assert (await rig.queue.drain(10)).complete
+    assert rig.bucket.order.count(NAMESPACE.object_key("a")) == 2
+    assert (rig.count("written"), rig.count("exists")) == (1, 0)
+
+
 class Reluctant(Bucket):
     """Answers HEAD when it is let, first with the errors in `excuses`."""
 
@@ -474,7 +517,7 @@ async def test_an_item_is_given_up_after_a_while(rig: Rig) -> None:
 async def test_a_call_that_never_returns_is_ended(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_s3.uploads.CALL_SECONDS", 0.01)
+    monkeypatch.setattr("ec_s3.guard.CALL_SECONDS", 0.01)
     rig.bucket.gate.clear()
     rig.offer("a")
     await until(lambda: len(rig.bucket.order) > 1)  # tried again

@@ -33,9 +33,14 @@ run "rights_are_sessions_and_a_reader_only_reads" {
 
   assert {
     condition = alltrue([
-      for text in values(output.policy_documents) :
-      jsondecode(text).Statement[0].Resource == "arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3" &&
-      jsondecode(text).Statement[0].Action == ["s3express:CreateSession"] && length(jsondecode(text).Statement) == 1
+      for role, text in output.policy_documents :
+      jsondecode(text).Statement == [{
+        Sid       = "Session"
+        Effect    = "Allow"
+        Action    = ["s3express:CreateSession"]
+        Resource  = "arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3"
+        Condition = { StringEquals = { "s3express:SessionMode" = [role == "reader" ? "ReadOnly" : "ReadWrite"] } }
+      }]
     ])
     error_message = "A right is not that to a session of this bucket."
   }
@@ -48,12 +53,31 @@ run "rights_are_sessions_and_a_reader_only_reads" {
 
 run "the_bucket_refuses_plain_http_and_old_tls_and_lets_rules_delete" {
   assert {
-    condition = [
-      for statement in jsondecode(aws_s3_bucket_policy.this.policy).Statement : [statement.Sid, statement.Effect, jsonencode(statement.Condition)]
-      ] == [
-      ["DenyPlainHttp", "Deny", jsonencode({ Bool = { "aws:SecureTransport" = "false" } })],
-      ["DenyOldTls", "Deny", jsonencode({ NumericLessThan = { "s3express:TlsVersion" = "1.2" } })],
-      ["Expire", "Allow", jsonencode({ StringEquals = { "s3express:SessionMode" = "ReadWrite" } })],
+    condition = jsondecode(aws_s3_bucket_policy.this.policy).Statement == [
+      {
+        Sid       = "DenyPlainHttp"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3express:*"
+        Resource  = ["arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3"]
+        Condition = { Bool = { "aws:SecureTransport" = "false" } }
+      },
+      {
+        Sid       = "DenyOldTls"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3express:*"
+        Resource  = ["arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3"]
+        Condition = { NumericLessThan = { "s3express:TlsVersion" = "1.2" } }
+      },
+      {
+        Sid       = "Expire"
+        Effect    = "Allow"
+        Principal = { Service = "lifecycle.s3.amazonaws.com" }
+        Action    = "s3express:CreateSession"
+        Resource  = ["arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3"]
+        Condition = { StringEquals = { "s3express:SessionMode" = "ReadWrite" } }
+      },
     ]
     error_message = "The bucket's policy changed."
   }
@@ -87,8 +111,15 @@ run "its_endpoint_is_another_service" {
   }
 
   assert {
-    condition     = jsondecode(aws_vpc_endpoint.this[0].policy).Statement[0].Condition == { StringEquals = { "aws:PrincipalAccount" = "123456789012" } }
-    error_message = "Other accounts may use the endpoint."
+    condition = jsondecode(aws_vpc_endpoint.this[0].policy).Statement == [{
+      Sid       = "Cache"
+      Effect    = "Allow"
+      Principal = "*"
+      Action    = ["s3express:CreateSession"]
+      Resource  = ["arn:aws:s3express:us-east-1:123456789012:bucket/encoder-cache--use1-az4--x-s3"]
+      Condition = { StringEquals = { "aws:PrincipalAccount" = "123456789012" } }
+    }]
+    error_message = "Other accounts or other buckets may use the endpoint."
   }
 }
 

@@ -1,0 +1,286 @@
+"""An encoder in a process of its own, which media may kill without ending the job.
+
+A decoder that crashes, or memory that runs out, ends a whole process. This one is then started
+again, and the medium is looked for by halves of what the process was given, told, and left out.
+Called from one thread at a time. Never imports vLLM: `encoder_process` does, on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from enum import Enum, auto
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ec_s3.errors import ConfigError, ECS3Error
+from ec_s3.prewarm.encoding import Failed, Identified
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from ec_s3.keys import Namespace
+    from ec_s3.prewarm.encoding import Encoder, EncoderSettings, MediaItem
+
+    Entry = tuple[MediaItem, bytes | Path]
+    Result = Identified | Failed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_DEATHS = 16
+"""How often in a row the process may die: enough to find one entry among the most of a batch."""
+
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 30.0
+
+
+class Opener(NamedTuple):
+    """What opens an encoder, by name: a function of `EncoderSettings`."""
+
+    module: str
+    function: str
+
+
+VLLM = Opener("ec_s3.connector.encoder", "open_encoder")
+"""By name: only the connector may depend on vLLM, and nothing but vLLM on the connector."""
+
+
+class Answer(Enum):
+    """What has become of a call."""
+
+    DONE = auto()
+    CONFIG = auto()
+    """A ConfigError; its message follows."""
+
+    ERROR = auto()
+    """Another error of ours; likewise."""
+
+    DIED = auto()
+    """None came: the process has ended."""
+
+
+def open_encoder(settings: EncoderSettings) -> Encoder:
+    """The vLLM of a job; it starts when it first has to encode.
+
+    Raises:
+        ConfigError: vLLM is not installed, or the settings cannot be used.
+    """
+    return IsolatedEncoder(settings, VLLM)
+
+
+class _DiedError(ECS3Error):
+    """The process has ended by itself; the message says how."""
+
+
+class IsolatedEncoder:
+    """An `ec_s3.prewarm.encoding.Encoder`.
+
+    Args:
+        settings: of the encoder.
+        opener: what opens it, over there.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+
+    def __init__(self, settings: EncoderSettings, opener: Opener) -> None:
+        self._settings = settings
+        self._opener = opener
+        self._deaths = 0
+        self._entries: dict[int, Entry] = {}
+        self._known: set[int] = set()  # lines that the process has identified, and not encoded
+        self._warm = False
+        try:
+            self._process = _Process(settings, opener)
+        except _DiedError as error:
+            raise ConfigError(f"the encoder's process did not start: {error}") from error
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where its outputs go."""
+        return self._process.namespace
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What identifiers depend on but the namespace does not tell."""
+        return self._process.facts
+
+    def identify(
+        self, items: Sequence[MediaItem], data: Sequence[bytes | Path]
+    ) -> list[Identified | Failed]:
+        """What a server would call these entries; see `Encoder.identify`.
+
+        Raises:
+            ECS3Error: the process dies again and again.
+        """
+        entries = list(zip(items, data, strict=True))
+        self._entries = {item.line: (item, source) for item, source in entries}
+        return self._by_halves(entries, self._identify, lambda entry: entry[0])
+
+    def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
+        """Encode entries of the last `identify`; see `Encoder.encode`.
+
+        Raises:
+            ConfigError: vLLM cannot be started.
+            ECS3Error: the process, or vLLM in it, dies again and again.
+            ValueError: an entry is not of the last `identify`.
+        """
+        strangers = [one.item.line for one in items if one.item.line not in self._entries]
+        if strangers:
+            raise ValueError(f"not identified just before: lines {strangers}")
+        return self._by_halves(list(items), self._encode, lambda one: one.item)
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._process.close()
+
+    def _by_halves(
+        self,
+        work: list[T],
+        call: Callable[[list[T]], list[Result]],
+        item_of: Callable[[T], MediaItem],
+    ) -> list[Result]:
+        """One result for each; the one that the process dies of is found and left out."""
+        try:
+            results = call(work)
+        except _DiedError as error:
+            self._bury(error, len(work))
+            if len(work) == 1:
+                return [Failed(item=item_of(work[0]), reason=f"the encoder died of it: {error}")]
+            half = len(work) // 2
+            return [
+                *self._by_halves(work[:half], call, item_of),
+                *self._by_halves(work[half:], call, item_of),
+            ]
+        self._deaths = 0
+        return results
+
+    def _identify(self, entries: list[Entry]) -> list[Result]:
+        items, data = [item for item, _ in entries], [source for _, source in entries]
+        results: list[Result] = self._process.call("identify", items, data)
+        self._known = {one.item.line for one in results if isinstance(one, Identified)}
+        return results
+
+    def _encode(self, items: list[Identified]) -> list[Result]:
+        if not self._warm:
+            # What it dies of before it is given anything is no entry's fault.
+            try:
+                self._process.call("encode", [])
+            except _DiedError as error:
+                raise ECS3Error(f"the encoder's process died as vLLM started: {error}") from error
+            self._warm = True
+        lines = [one.item.line for one in items]
+        done: dict[int, Result] = {}
+        if not self._known.issuperset(lines):  # a new process, or another half
+            again = self._identify([self._entries[line] for line in lines])
+            done = {one.item.line: one for one in again}
+            items = [one for one in again if isinstance(one, Identified)]
+        self._known.difference_update(lines)
+        results: list[Result] = self._process.call("encode", items)
+        done |= {one.item.line: one for one in results}
+        return [done[line] for line in lines]
+
+    def _bury(self, error: _DiedError, entries: int) -> None:
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            raise ECS3Error(f"the encoder's process has died {MAX_DEATHS} times in a row: {error}")
+        logger.warning("the encoder's process died: %s; %d entries are tried again", error, entries)
+        self._known, self._warm = set(), False
+        before = self._process.namespace
+        try:
+            self._process = _Process(self._settings, self._opener)
+        except _DiedError as again:
+            raise ECS3Error(f"the encoder's process cannot be started again: {again}") from again
+        if self._process.namespace != before:
+            raise ECS3Error(f"{before.id} has become {self._process.namespace.id} meanwhile")
+
+
+class _Process:
+    """One process; it ends with this object's `close`, or with this very process."""
+
+    namespace: Namespace
+    facts: Mapping[str, object]
+
+    def __init__(self, settings: EncoderSettings, opener: Opener) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+                [sys.executable, "-m", "ec_s3.prewarm.encoder_process", str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # its end tells the child that we are gone
+                stdout=2,  # ours is for the report
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a Ctrl-C is ours, and vLLM's own children end with it
+            )
+        self._link = Connection(ours.detach())
+        try:
+            self.namespace, self.facts = self._exchange((settings, opener))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, verb: str, *arguments: object) -> Any:
+        """Let the encoder do something.
+
+        Raises:
+            _DiedError: it died of that.
+            ConfigError: what the encoder has raised.
+            ECS3Error: likewise.
+        """
+        return self._exchange((verb, arguments))
+
+    def _exchange(self, message: object) -> Any:
+        try:
+            self._link.send(message)
+            # The encoder has deadlines of its own; here only its end matters. Children of the
+            # child may hold the other end of the link, so that it does not tell.
+            while not self._link.poll(_LOOK_SECONDS) and self._child.poll() is None:
+                pass
+            kind, value = self._link.recv() if self._link.poll(0) else (Answer.DIED, None)
+        except (EOFError, OSError):
+            kind, value = Answer.DIED, None
+        if kind is Answer.DIED:
+            raise _DiedError(self._end())
+        if kind is Answer.CONFIG:
+            raise ConfigError(value)
+        if kind is Answer.ERROR:
+            raise ECS3Error(value)
+        return value
+
+    def close(self) -> None:
+        """Let it end, for so long as it may take; idempotent."""
+        if self._link.closed:
+            return
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._link.send(("close", ()))
+            self._child.wait(_END_SECONDS)
+        self._end()
+
+    def _end(self) -> str:
+        """Make sure that nothing of it is left; how it has ended."""
+        self._link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_END_SECONDS)  # its link ends before it does
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        code = self._child.wait(_END_SECONDS)
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        return _described(code)
+
+
+def _described(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"it was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
