@@ -74,11 +74,9 @@ class VettedClient:
                 raise no_s3_server("get", self._location) from exc
             raise
         if not self._known:
-            try:
-                await self._introduce("get", found=True)
-            except BaseException:
-                close_body(answer)
-                raise
+            close_body(answer)
+            await self._introduce("get", found=True)
+            return await self._call("get_object", params)
         return answer
 
     async def head_object(self, **params: Any) -> Mapping[str, Any]:
@@ -91,6 +89,7 @@ class VettedClient:
             raise
         if not self._known:
             await self._introduce("head", found=True)
+            return await self._call("head_object", params)
         return answer
 
     async def put_object(self, **params: Any) -> Mapping[str, Any]:
@@ -101,6 +100,7 @@ class VettedClient:
             self._known = bool(await holds(self._client, target, params["Body"]))
             if not self._known:
                 await self._introduce("put", found=False)
+                return await self._call("put_object", params)
         return answer
 
     async def create_multipart_upload(self, **params: Any) -> Mapping[str, Any]:
@@ -123,6 +123,7 @@ class VettedClient:
         answer = await self._call("delete_object", params)
         if not self._known:
             await self._introduce("delete", found=False)
+            return await self._call("delete_object", params)
         return answer
 
     async def _call(self, verb: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,6 +149,8 @@ class VettedClient:
             operation: for the message.
             found: whether the endpoint says that it has an object, so that any "not found" shows
                 that it can tell them apart.
+
+        What it had answered before is asked again: another server may have been there then.
 
         Raises:
             RemoteUnavailableError: it is no S3 store.

@@ -8,6 +8,7 @@ prefix that does not end with a slash.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import urllib.request
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -47,7 +48,8 @@ class DirectoryBucket:
     """
 
     def __init__(self, server: S3Server) -> None:
-        self.url = f"s3://{BUCKET}/ec?endpoint={server.url}&region=us-east-1"
+        prefix = secrets.token_hex(4)  # embedded servers of one process share what they hold
+        self.url = f"s3://{BUCKET}/{prefix}?endpoint={server.url}&region=us-east-1"
         self.sessions = 0
         self.refused: list[str] = []
         self._inner = server._wsgi.app
