@@ -60,6 +60,7 @@ def test_workers_that_are_spawned_share_the_host_memory_like_forked_ones(
     check_one_copy(lab, "llava", "spawned", tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_engines_of_one_name_share_the_bucket_and_outlive_each_other(lab: Lab) -> None:
     cold = lab.cold()
     prefix, name = "one-name", {"engine_id": "engine"}

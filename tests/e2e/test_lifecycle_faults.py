@@ -10,6 +10,8 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from ec_s3.testing.census import named_like, rank_sockets, session_processes, slab_users
 from ec_s3.testing.faults import Fault, FaultServer
 from ec_s3.testing.vllm_process import image, prompt
@@ -85,6 +87,7 @@ def test_aborted_idle_and_killed_engines_leave_nothing(lab: Lab) -> None:
     assert len(lab.server.items(prefix)) == len(stored) + len(new)
 
 
+@pytest.mark.slow
 def test_two_item_tier_and_a_killed_engine_process_cost_no_answer(lab: Lab) -> None:
     cold = lab.cold()
     prefix = "small"

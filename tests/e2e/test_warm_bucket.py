@@ -37,7 +37,7 @@ def test_second_process_answers_from_the_bucket_alone(lab: Lab, model: str, dtyp
     assert [(r.method, r.key) for r in moved] == [("GET", key) for key in cold.keys.values()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_body_per_item_whatever_the_number_of_worker_processes(lab: Lab, ranks: int) -> None:
     cold = lab.cold()
     stored, new = "china-0", "flower-0"
