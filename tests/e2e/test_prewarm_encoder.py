@@ -129,8 +129,8 @@ def test_objects_are_the_ones_that_an_engine_writes_for_its_clients(
     assert names == set(job["rounds"][0]["names"].values())
 
 
-async @pytest.mark.slow
-def test_fresh_server_answers_from_the_bucket_alone_and_agrees_with_the_job(
+@pytest.mark.slow
+async def test_fresh_server_answers_from_the_bucket_alone_and_agrees_with_the_job(
     lab: Lab, job: dict[str, Any]
 ) -> None:
     before = len(lab.moved("encoded-ahead"))
