@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,10 +30,11 @@ from ec_s3.errors import (
 from ec_s3.guard import CALL_SECONDS
 from ec_s3.keys import is_request_local
 from ec_s3.metrics import Stats
+from ec_s3.pace import spread
 from ec_s3.policy import Probing, TokenBucket
 from ec_s3.tensors import as_bytes, spec_of
 from ec_s3.types import ItemMeta, PutOutcome
-from ec_s3.uploads import HEAD_ABOVE, LATE_SECONDS, MAX_PAUSE, RETRY_SECONDS
+from ec_s3.uploads import HEAD_ABOVE, LATE_SECONDS, RETRY_SECONDS
 from ec_s3.wire import encode
 
 if TYPE_CHECKING:
@@ -357,8 +357,7 @@ class Intake:
                 if time.monotonic() - started > RETRY_SECONDS:
                     raise _StopError(_remote(error, operation, key)) from error
             attempt += 1
-            # Full jitter: jobs that failed together must not come back together.
-            await asyncio.sleep(random.uniform(0.1, min(MAX_PAUSE, 0.2 * 2**attempt)))  # noqa: S311  not for secrets
+            await asyncio.sleep(spread(attempt))
 
     def _done(self, name: str, nbytes: int, outcome: PutOutcome) -> None:
         if outcome is PutOutcome.WRITTEN:

@@ -1,6 +1,6 @@
-"""`Pace`: how long writers wait after a store asked for a slower pace.
+"""How long to wait: before an attempt is repeated, and while a store asks for a slower pace.
 
-Owned by one `S3Store`, on its event loop. Sends nothing and delays no reader.
+A `Pace` is owned by one `S3Store`, on its event loop. Sends nothing and delays no reader.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ import time
 def jitter(attempt: int) -> float:
     """Seconds before a repeated attempt."""
     return random.uniform(0.5, 1.0) * 0.05 * float(2**attempt)  # noqa: S311  # jitter
+
+
+def spread(attempt: int) -> float:
+    """Seconds before a repeated upload; a fleet that failed together comes back scattered."""
+    return random.uniform(0.1, min(10.0, 0.2 * 2**attempt))  # noqa: S311  # jitter
 
 
 class Pace:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from ec_s3.cancellation import run_to_end
 from ec_s3.errors import ECS3Error, RemoteDeniedError, RemoteError
 from ec_s3.guard import bounded
 from ec_s3.keys import parse_key
+from ec_s3.pace import spread
 from ec_s3.quiet import Quiet
 from ec_s3.types import FlushReport, PutOutcome
 from ec_s3.wire import encode
@@ -48,8 +48,6 @@ LATE_SECONDS = 0.05
 
 RETRY_SECONDS = 120.0
 """How long an encoded item is kept for a store that does not answer."""
-
-MAX_PAUSE = 10.0
 
 STOP_SECONDS = 2.0
 """How long given-up uploads may take to let go when the queue is closed."""
@@ -321,8 +319,7 @@ class UploadQueue:
                     return
                 attempt += 1
                 sent = sent or error.operation == "put"
-                # Full jitter: a fleet that failed together must not come back together.
-                await asyncio.sleep(random.uniform(0.1, min(MAX_PAUSE, 0.2 * 2**attempt)))  # noqa: S311 not for secrets
+                await asyncio.sleep(spread(attempt))
                 continue
             self._written(key, outcome)
             self._stats.observe("save_seconds", self._clock() - started, stage="store")

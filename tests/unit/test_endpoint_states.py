@@ -73,7 +73,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.001
     )
-    monkeypatch.setattr("ec_s3.uploads.random.uniform", lambda *_: 0.05)
+    monkeypatch.setattr("ec_s3.uploads.spread", lambda _: 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ class Broken(MemoryStore):
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ec_s3.intake.random.uniform", lambda *_: 0.0)
+    monkeypatch.setattr("ec_s3.intake.spread", lambda _: 0.0)
 
 
 class TestBounds:

@@ -168,7 +168,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between attempts."""
-    monkeypatch.setattr("ec_s3.uploads.random.uniform", lambda *_: 0.0)
+    monkeypatch.setattr("ec_s3.uploads.spread", lambda _: 0.0)
 
 
 @pytest.fixture
