@@ -100,7 +100,7 @@ def _cell(outcomes: Sequence[Outcome], notes: list[str]) -> str:
         words.append("not run" if skipped == len(outcomes) else f"not run ({skipped})")
     reasons = dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)
     notes.extend(reason for reason in reasons if reason not in notes)
-    return ", ".join(words) + "".join(f" [{notes.index(reason) + 1}]" for reason in reasons)
+    return ", ".join(words) + "".join(f", note {notes.index(reason) + 1}" for reason in reasons)
 
 
 def _counted(verdicts: Iterable[str]) -> dict[str, int]:
