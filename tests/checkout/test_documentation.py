@@ -333,3 +333,15 @@ def test_warnings_are_found_however_they_are_written() -> None:
 )
 def test_headings_name_messages(heading: str, message: str, *, fits: bool) -> None:
     assert doc_pages.documents(heading, message) is fits
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
