@@ -337,7 +337,7 @@ def test_headings_name_messages(heading: str, message: str, *, fits: bool) -> No
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -222,7 +222,8 @@ def test_the_table_shows_every_verdict_with_its_reason() -> None:
         "| Scenario | `ceph` | `seaweedfs` | `juicefs` | `moto` |",
         "| --- | --- | --- | --- | --- |",
         "| version | - | - | - | 5.2 |",
-        "| Engine | **1 FAILED**, pass (1) | not run, note 1 | pass (1), deviates (1), note 2 | pass (1) |",
+        "| Engine | **1 FAILED**, pass (1) | not run, note 1 "
+        "| pass (1), deviates (1), note 2 | pass (1) |",
         "| Sizes | - | - | - | deviates (1), note 2 |",
         "",
         "1. no packages",
