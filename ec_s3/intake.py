@@ -25,9 +25,8 @@ from ec_s3.errors import (
     ECS3Error,
     RemoteDeniedError,
     RemoteError,
-    RemoteTimeoutError,
 )
-from ec_s3.guard import CALL_SECONDS
+from ec_s3.guard import bounded
 from ec_s3.keys import is_request_local
 from ec_s3.metrics import Stats
 from ec_s3.pace import spread
@@ -347,15 +346,14 @@ class Intake:
         started, attempt = time.monotonic(), 0
         while True:
             try:
-                async with asyncio.timeout(CALL_SECONDS):
-                    return await call()
+                return await bounded(operation, key, call())
             except RemoteDeniedError as error:
                 raise _StopError(error) from error
-            except (RemoteError, TimeoutError) as error:
-                if isinstance(error, RemoteError) and not error.retryable:
+            except RemoteError as error:
+                if not error.retryable:
                     raise
                 if time.monotonic() - started > RETRY_SECONDS:
-                    raise _StopError(_remote(error, operation, key)) from error
+                    raise _StopError(error) from error
             attempt += 1
             await asyncio.sleep(spread(attempt))
 
@@ -383,10 +381,3 @@ class Intake:
 def _reason(error: Exception) -> str:
     known = isinstance(error, ECS3Error | ValueError | OSError)
     return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _remote(error: Exception, operation: str, key: str) -> RemoteError:
-    if isinstance(error, RemoteError):
-        return error
-    message = f"{operation} did not return within {CALL_SECONDS:.0f} s"
-    return RemoteTimeoutError(message, operation=operation, key=key)
