@@ -2,7 +2,9 @@
 
 A decoder that crashes, or memory that runs out, ends a whole process. This one is then started
 again, and the medium is looked for by halves of what the process was given, told, and left out.
-Called from one thread at a time. Never imports vLLM: `encoder_process` does, on the other side.
+It is in a process group of its own, but in this session: Linux may share out the processors by
+session, and one full of ranks that wait busily can then keep another waiting for a minute. Called
+from one thread at a time. Never imports vLLM: `encoder_process` does, on the other side.
 """
 
 from __future__ import annotations
@@ -217,7 +219,7 @@ class _Process:
                 stdin=subprocess.PIPE,  # its end tells the child that we are gone
                 stdout=2,  # ours is for the report
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a Ctrl-C is ours, and vLLM's own children end with it
+                process_group=0,  # a Ctrl-C is ours, and vLLM's own children end with it
             )
         self._link = Connection(ours.detach())
         try:

@@ -1,4 +1,4 @@
-"""What the processes of a session hold: threads, files, sockets, shared memory. For leak checks.
+"""What the processes of a group hold: threads, files, sockets, shared memory. For leak checks.
 
 Reads Linux's /proc from outside, so that the processes under test need no help of their own. Runs
 in the caller's thread; a process that ends meanwhile is left out.
@@ -22,7 +22,7 @@ _SLAB_INODE = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/memfd:ec_s3\b", re.MULTILINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
-    """Totals over all processes of a session.
+    """Totals over all processes of a group.
 
     Attributes:
         processes: their ids.
@@ -41,9 +41,9 @@ class Census:
     resident_bytes: int
 
 
-def census(session: int) -> Census:
-    """Count what the processes of a session hold; `session` is its leader's process id."""
-    found = tuple(session_processes(session))
+def census(group: int) -> Census:
+    """Count what the processes of a group hold; `group` is its leader's process id."""
+    found = tuple(group_processes(group))
     links = [link for pid in found for link in _descriptors(pid)]
     slabs = {inode for pid in found for inode in _SLAB_INODE.findall(_read(pid, "maps"))}
     return Census(
@@ -56,12 +56,12 @@ def census(session: int) -> Census:
     )
 
 
-def session_processes(session: int) -> Iterator[int]:
-    """Ids of the living processes of a session, zombies left out."""
+def group_processes(group: int) -> Iterator[int]:
+    """Ids of the living processes of a process group, zombies left out."""
     for pid in _pids():
         _, _, rest = _read(pid, "stat").rpartition(") ")
         fields = rest.split()
-        if len(fields) > 3 and fields[0] != "Z" and int(fields[3]) == session:
+        if len(fields) > 2 and fields[0] != "Z" and int(fields[2]) == group:
             yield pid
 
 
@@ -70,19 +70,19 @@ def slab_users() -> set[int]:
     return {pid for pid in _pids() if _SLAB.search(_read(pid, "maps"))}
 
 
-def rank_sockets(session: int | None = None) -> set[str]:
-    """Inodes of the abstract sockets between scheduler parts and ranks, of a session or of all."""
+def rank_sockets(group: int | None = None) -> set[str]:
+    """Inodes of the abstract sockets between scheduler parts and ranks, of a group or of all."""
     rows = (line.split() for line in (_PROC / "net" / "unix").read_text().splitlines())
     found = {row[6] for row in rows if len(row) > 7 and row[7].startswith("@ec_s3-")}
-    if session is None:
+    if group is None:
         return found
-    links = {link for pid in session_processes(session) for link in _descriptors(pid)}
+    links = {link for pid in group_processes(group) for link in _descriptors(pid)}
     return {inode for inode in found if f"socket:[{inode}]" in links}
 
 
-def named_like(session: int, pattern: str) -> list[int]:
-    """Processes of a session whose title or command line matches an expression."""
-    return [pid for pid in session_processes(session) if re.search(pattern, _title(pid))]
+def named_like(group: int, pattern: str) -> list[int]:
+    """Processes of a group whose title or command line matches an expression."""
+    return [pid for pid in group_processes(group) if re.search(pattern, _title(pid))]
 
 
 def _title(pid: int) -> str:

@@ -89,7 +89,7 @@ def start_job(
             stdout=log,
             stderr=log,
             env=client_environment() | vllm | {"EC_S3_MAX_LOCAL_CPU_SIZE": "64MiB"},
-            start_new_session=True,
+            process_group=0,
         )
 
 

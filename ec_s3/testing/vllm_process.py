@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ With deadlines made for serving, a slow moment there would look like a miss.
 """
 
 _LOG_TAIL_LINES = 60
+_DULL = re.compile("_created{|_bucket{|_info{")  # of no use in a log
 _NOISE = "`torch.set_num_threads`"  # the CPU worker's warning at every step
 
 
@@ -108,12 +110,13 @@ class VLLMProcess:
                 stderr=log,
                 env=environment,
                 text=True,
-                start_new_session=True,  # vLLM's own children are killed with it
+                process_group=0,  # vLLM's own children are killed with it
             )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name=f"vllm-{name}", daemon=True)
         self._reader.start()
         self._name = name
+        self._counted: dict[str, float] = {}
         self.started = self._answer(start_timeout, "its start")
 
     def __enter__(self) -> Self:
@@ -165,11 +168,12 @@ class VLLMProcess:
             raise self._failure("did not exit") from None
         if code != 0:
             raise self._failure(f"exited with code {code}")
+        self._counted = report["metrics"]
         return report
 
     @property
     def pid(self) -> int:
-        """The child; vLLM's own children are in its session."""
+        """The child; vLLM's own children are in its process group."""
         return self._child.pid
 
     def kill(self) -> None:
@@ -183,10 +187,15 @@ class VLLMProcess:
                 pipe.close()
 
     def log_tail(self) -> str:
-        """The last lines that the child printed."""
+        """The last lines that the child printed, and what it had counted once it has finished."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if _NOISE not in line]
-        return "\n".join(lines[-_LOG_TAIL_LINES:])
+        counted = [
+            f"{series} {value:g}"
+            for series, value in self._counted.items()
+            if value and not _DULL.search(series)
+        ]
+        return "\n".join([*lines[-_LOG_TAIL_LINES:], *counted])
 
     def _tell(self, line: Json) -> None:
         assert self._child.stdin is not None

@@ -129,7 +129,7 @@ class VLLMServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**client_environment(), **_ENVIRONMENT},
-                start_new_session=True,  # its own children end with it, and Ctrl-C is ours
+                process_group=0,  # its own children end with it, and Ctrl-C is ours
             )
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ec_s3.testing.census import named_like, rank_sockets, session_processes, slab_users
+from ec_s3.testing.census import group_processes, named_like, rank_sockets, slab_users
 from ec_s3.testing.faults import Fault, FaultServer
 from ec_s3.testing.vllm_process import image, prompt
 
@@ -62,16 +62,16 @@ def test_aborted_idle_and_killed_engines_leave_nothing(lab: Lab) -> None:
 
         proxy.add(Fault(method="PUT", path="/v1/", hang=True))
         _load(lab, process, ["hopper-2"])
-        everyone = set(session_processes(process.pid))
+        everyone = set(group_processes(process.pid))
         sockets = rank_sockets(process.pid)
         held_before = bool(everyone & slab_users()) and bool(sockets)
         os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + _END_SECONDS
         while (
-            set(session_processes(process.pid)) or sockets & rank_sockets()
+            set(group_processes(process.pid)) or sockets & rank_sockets()
         ) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = set(session_processes(process.pid))
+        left = set(group_processes(process.pid))
         process.kill()
 
     assert hang.met > 0

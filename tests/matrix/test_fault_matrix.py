@@ -13,7 +13,7 @@ from matrix_failures import FAILURES, ITEM, Failure
 from matrix_table import column
 
 from ec_s3 import wire
-from ec_s3.testing.census import named_like, rank_sockets, session_processes, slab_users
+from ec_s3.testing.census import group_processes, named_like, rank_sockets, slab_users
 from ec_s3.testing.faults import Fault
 from ec_s3.testing.vllm_process import VLLMProcessError, known_image, prompt
 
@@ -246,12 +246,12 @@ def _killed(engine: Engine, figures: dict[str, Any]) -> None:
     engine.proxy.add(Fault(method="PUT", path=ITEM, hang=True))
     loaded = engine.run([engine.ask(item) for item in items], timed=False)
     assert not loaded.wrong
-    session = engine.process.pid
-    everyone, sockets = set(session_processes(session)), rank_sockets(session)
+    group = engine.process.pid
+    everyone, sockets = set(group_processes(group)), rank_sockets(group)
     assert everyone & slab_users()
     assert sockets
     pattern = {"separate": "VLLM::EngineCore", "TP=2": "VLLM::Worker"}.get(engine.layout)
-    victim = session if pattern is None else named_like(session, pattern)[-1]
+    victim = group if pattern is None else named_like(group, pattern)[-1]
     os.kill(victim, signal.SIGKILL)
     # Whoever uses the memory ends by itself. vLLM's offline client may not notice; it is killed.
     deadline = time.monotonic() + _END_SECONDS
@@ -262,7 +262,7 @@ def _killed(engine: Engine, figures: dict[str, Any]) -> None:
     engine.forget()
     engine.proxy.clear()
     figures["note"] = f"{len(everyone)} processes"
-    assert not everyone & set(session_processes(session))
+    assert not everyone & set(group_processes(group))
     uploads = engine.lab.unfinished_uploads(engine.prefix)
     assert uploads == []
     stored = engine.lab.server.items(engine.prefix)

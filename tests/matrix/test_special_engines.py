@@ -15,7 +15,7 @@ from matrix_bench import MODEL, SETTINGS, Engine
 from matrix_failures import ITEM
 
 from ec_s3.testing import vllm_server
-from ec_s3.testing.census import named_like, session_processes, slab_users
+from ec_s3.testing.census import group_processes, named_like, slab_users
 from ec_s3.testing.faults import Fault, FaultServer
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def test_engine_process_killed(bench: Bench, record: Callable[..., Any]) -> None
             assert not loaded.wrong
         figures["requests"] = 2 * len(asks)
         engine.process.finish()
-        assert child not in set(session_processes(engine.process.pid))
+        assert child not in set(group_processes(engine.process.pid))
 
 
 def test_engine_process_stopped(bench: Bench, record: Callable[..., Any]) -> None:
@@ -259,11 +259,11 @@ def test_clean_end_flushes(bench: Bench, record: Callable[..., Any]) -> None:
         engine.process.generate([{"text": "hello"}])
         engine.proxy.add(Fault(method="PUT", path=ITEM, delay=0.7))
         assert not engine.run([engine.ask(item) for item in new], timed=False).wrong
-        session = engine.process.pid
-        everyone = set(session_processes(session))
+        group = engine.process.pid
+        everyone = set(group_processes(group))
         engine.process.finish()
         assert engine.wait_stored(*new, seconds=0.0) == []
-        assert not set(session_processes(session))
+        assert not set(group_processes(group))
         assert not everyone & slab_users()
         figures["requests"] = len(new)
         log = engine.process.log.read_text(errors="replace")

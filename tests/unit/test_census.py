@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ec_s3.testing.census import (
     census,
+    group_processes,
     named_like,
     rank_sockets,
-    session_processes,
     slab_users,
 )
 
@@ -37,14 +37,14 @@ def _holder() -> Iterator[int]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         yield child.pid
 
 
-def test_counts_memory_sockets_and_processes_of_one_session() -> None:
+def test_counts_memory_sockets_and_processes_of_one_group() -> None:
     with _holder() as pid:
         counted = census(pid)
         assert counted.processes == (pid,)
@@ -57,6 +57,6 @@ def test_counts_memory_sockets_and_processes_of_one_session() -> None:
         assert inode in rank_sockets()
         assert named_like(pid, "ec_s3-census") == [pid]
         assert named_like(pid, "no such thing") == []
-    assert list(session_processes(pid)) == []
+    assert list(group_processes(pid)) == []
     assert pid not in slab_users()
     assert inode not in rank_sockets()

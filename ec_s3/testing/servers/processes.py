@@ -93,7 +93,7 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 cwd=folder,
-                start_new_session=True,  # an interrupt at the terminal is for the tests
+                process_group=0,  # an interrupt at the terminal is for the tests
             )
         self._children[name] = child
         assert watchdog.stdin is not None
@@ -186,6 +186,6 @@ class Processes:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,
+                process_group=0,
             )
         return self._watchdog
