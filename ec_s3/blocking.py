@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import ClosedError
 from ec_s3.fetch import Miss
-from ec_s3.loop import LoopThread
+from ec_s3.loop import LoopThread, waitable
 from ec_s3.reader import ANYTHING, release_all
 from ec_s3.tensors import copy_out
 from ec_s3.types import FlushReport, ItemMeta, MissReason
@@ -319,7 +319,7 @@ class ECCacheEngine:
             self._loop.check()
         except ClosedError:
             return FlushReport()
-        if not self._closing.acquire(timeout=limit + CLOSE_SECONDS):
+        if not self._closing.acquire(timeout=waitable(limit + CLOSE_SECONDS)):
             return FlushReport()  # another thread is closing, and late
         try:
             return self._loop.run(self._cache.close(limit), timeout=limit + CLOSE_SECONDS)

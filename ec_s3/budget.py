@@ -35,8 +35,7 @@ class ByteBudget:
             if turn.done() and not turn.cancelled():
                 self.release(nbytes)
             else:
-                self._turns.remove((nbytes, turn))
-                self._grant()
+                self._grant()  # those behind this one, which takes its turn no more
             raise
 
     def release(self, nbytes: int) -> None:
@@ -47,6 +46,9 @@ class ByteBudget:
     def _grant(self) -> None:
         while self._turns:
             nbytes, turn = self._turns[0]
+            if turn.done():  # cancelled, and perhaps its waiter does not know yet
+                self._turns.popleft()
+                continue
             if self.used and self.used + nbytes > self._limit:
                 return
             self._turns.popleft()

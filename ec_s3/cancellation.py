@@ -38,6 +38,9 @@ async def run_to_end(executor: Executor, call: Callable[..., T], *args: object) 
                 await asyncio.wait({future})
             except asyncio.CancelledError:  # cancelled again: still not safe to leave
                 continue
+        caller = asyncio.current_task()
+        if future.cancelled() and (caller is None or not caller.cancelling()):
+            raise ClosedError("shut down before the call began") from None
         raise
 
 

@@ -39,6 +39,7 @@ from ec_s3.loop import LoopThread
 from ec_s3.metrics import combine
 from ec_s3.pages import Slab
 from ec_s3.port import CLOSE_GRACE, UNKNOWN
+from ec_s3.sources import without_settings
 from ec_s3.tickets import Absent, Granted, Want, outdated, pack_event, unpack_event, unpack_spec
 from ec_s3.types import FlushReport, ItemMeta, MissReason
 
@@ -266,8 +267,9 @@ def _spawn(slab_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     try:
         child = subprocess.Popen(  # noqa: S603 our own interpreter and module
-            [sys.executable, "-m", "ec_s3.child", str(theirs.fileno()), str(slab_fd)],
+            [sys.executable, "-P", "-m", "ec_s3.child", str(theirs.fileno()), str(slab_fd)],
             pass_fds=(theirs.fileno(), slab_fd),
+            env=without_settings(os.environ),  # it is told; a file may be gone when it restarts
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # whoever reads our output must not wait for the child
         )
@@ -360,8 +362,7 @@ def _open(start: dict[str, Any], slab_fd: int) -> tuple[EncoderCache, LoopThread
     config = ECConfig.from_mapping(start["config"])
     slab = Slab.attach(slab_fd, start["nbytes"])
     threading.Thread(target=slab.populate, name="ec_s3-populate", daemon=True).start()
-    namespace = Namespace(**start["namespace"])
-    cache = EncoderCache(config, namespace, slab=slab, facts=start["facts"])
+    cache = EncoderCache(config, Namespace(**start["namespace"]), slab=slab, facts=start["facts"])
     loop = LoopThread("ec_s3-engine")
     loop.run(cache.start(), timeout=START_SECONDS)
     return cache, loop

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import reprlib
 from typing import TYPE_CHECKING
 
 from ec_s3 import sources
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 SECRETS = frozenset({"salt", "signing_key"})
 """Settings whose values are never shown."""
+
+_short = reprlib.Repr()  # YAML's aliases make values of any size out of a few lines
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = 200
 
 
 def refuse_credentials(unknown: Mapping[str, Located]) -> None:
@@ -85,8 +90,8 @@ def _shown(name: str, value: object) -> str:
     if name in SECRETS or (name == "url" and "@" in str(value)):
         return "<hidden>"
     if name == "url" and isinstance(value, str):
-        return repr(re.sub(r"[?#].*", "?<hidden>", value))
-    return repr(value)
+        return repr(re.sub(r"(?s)[?#].*", "?<hidden>", value))
+    return _short.repr(value)
 
 
 def _size_hint(name: str, value: object) -> str:

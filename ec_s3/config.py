@@ -50,9 +50,20 @@ def _local_path(value: object) -> object:
     if not isinstance(value, str | Path):
         return value
     path = str(value).removeprefix("file://")
-    if not path:
+    if not path.strip() or "\0" in path:
         raise ValueError("an empty path; name a file or directory, or leave the setting out")
-    return Path(path).expanduser().absolute()
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("the user of this home directory is not known; write the path") from None
+
+
+def _file_of(named: Located) -> Path:
+    try:
+        return Path(str(_local_path(named.value)))
+    except ValueError as error:
+        message = f"config_file: {error}"
+        raise ConfigError(complaints.locate(message, {"config_file": named})) from None
 
 
 def _readable_class(value: str | None) -> str | None:
@@ -343,7 +354,7 @@ class ECConfig(BaseSettings):
         layers = [arguments, environment]
         named = arguments.get("config_file") or environment.get("config_file")
         if named is not None and named.value is not None:
-            layers.append(sources.read_file(Path(str(_local_path(named.value)))))
+            layers.append(sources.read_file(_file_of(named)))
         layers.append(sources.read_lmcache(os.environ))
         return tuple(InitSettingsSource(settings_cls, dict(layer)) for layer in layers)
 
@@ -367,6 +378,17 @@ class ECConfig(BaseSettings):
             name: item.source for name, item in known.items()
         }
         return config
+
+    @field_validator("tags")
+    @classmethod
+    def _check_tags(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, text in value.items():
+            if not 0 < len(key) <= 128 or len(text) > 256 or key.lower().startswith("aws:"):
+                raise ValueError(
+                    "S3 refuses a tag without a name, with one that begins with aws: or has more"
+                    " than 128 characters, or with more than 256 in its value"
+                )
+        return value
 
     @field_validator("url")
     @classmethod

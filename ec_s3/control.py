@@ -162,7 +162,9 @@ def _parsed(stored: Document) -> Control:
     return parse_control(bytes(stored.body or b""))
 
 
-async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> Control:
+async def edit(
+    store: Store, key: str, change: Callable[[Control], Control], *, again: bool = False
+) -> Control:
     """Change the document, so that of two who do it at once neither is lost; the new one.
 
     Args:
@@ -170,6 +172,7 @@ async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> 
         key: `Namespace.control_key`.
         change: makes the new document of the present one; called again when somebody else was
             quicker.
+        again: write one that stays as it is, too: lifecycle rules count from the last writing.
 
     Raises:
         ControlError: what lies there is no document; delete it first.
@@ -181,7 +184,7 @@ async def edit(store: Store, key: str, change: Callable[[Control], Control]) -> 
         stored = await read_document(store, key, _FOLLOWED)
         present = Control() if stored is None else _parsed(stored)
         wanted = change(present)
-        if stored is not None and wanted == present:
+        if stored is not None and wanted == present and not again:
             return present
         if stored is None:
             outcome = await store.put(key, [wanted.pack()])

@@ -79,7 +79,7 @@ class Keeper(AioCredentials):
             UnobtainableError: it cannot give any now.
         """
         now = self._clock()
-        if now >= self._due:
+        if now >= self._due or now < self._answered:  # the clock may have been set back
             self.ask()
         if now >= self._ends - self._margin and self._task is not None:
             await asyncio.wait([self._task])  # a caller that gives up leaves it running
@@ -131,7 +131,10 @@ class Keeper(AioCredentials):
             raise UnobtainableError(reason="those that it has are expired") from error
         expiry = getattr(found, "_expiry_time", None)  # no public way to it
         ends = math.inf if expiry is None else expiry.timestamp()
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token), ends
+        held = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+        if not f"{held.access_key}{held.secret_key}{held.token}".isprintable():
+            raise UnobtainableError(reason="a key or token has a line break or the like in it")
+        return held, ends
 
     def _succeeded(self, *, in_vain: bool) -> None:
         left = self._ends - self._clock()

@@ -179,6 +179,11 @@ class Desk:
             self._cache.statistics.add("encoder_seconds", meta.encode_seconds)
             self._cache.statistics.add("encoder_bytes", spec.nbytes)
         reservation.commit(spec, meta, dirty=self._cache.uploads).release()
+        refusal = self._gate.refusal(reservation.key, holder.since)
+        if refusal is not None:  # from the last look on; whoever forgets items may be through
+            self._cache.statistics.add("rejected_puts", reason=refusal)
+            self._cache.tier.discard(reservation.key)
+            return
         try:
             self._loop.post(self._cache.enqueue, Upload(reservation.key, holder.identifier))
         except ClosedError:

@@ -286,6 +286,7 @@ class DirectClient:
         finally:
             if incoming is None:
                 way.pool.release(connection)
-        if not 200 <= answer.status < 300 or (method == "PUT" and b"<Error>" in document):
+        failed = not 200 <= answer.status < 300 or (method == "PUT" and b"<Error>" in document)
+        if failed or method == "GET":  # there is no object in it
             raise client_error(answer, document, operation)
         return described(answer)

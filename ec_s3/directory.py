@@ -2,8 +2,8 @@
 
 Owns the threads that do the file operations of `ec_s3.files`, and what their errors mean. Runs on
 any event loop and never touches a file on it. A cancelled call ends only when its thread has let
-go of the caller's buffers, at most one step of 1 MiB later. After a fork the child opens the
-folder anew.
+go of the caller's buffers, at most one step of 1 MiB later. After a fork the child holds nothing,
+and opens the folder anew if it uses the store.
 
 Locking: one thread lock guards opening the folder.
 """
@@ -15,6 +15,7 @@ import errno
 import itertools
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,20 +58,29 @@ class DirectoryStore:
             ones. None for no bound.
         exclusive: take the folder for this store alone; while another engine holds it, a
             sub-directory of it is used instead.
+        prefix: beginning of all keys that are put. Other files in the folder are not the store's:
+            they do not count for `max_bytes`, and are not removed to make room.
     """
 
     def __init__(
-        self, path: str | Path, *, max_bytes: int | None = None, exclusive: bool = False
+        self,
+        path: str | Path,
+        *,
+        max_bytes: int | None = None,
+        exclusive: bool = False,
+        prefix: str = "",
     ) -> None:
         self._path = Path(path)
         self._max_bytes = max_bytes
         self._exclusive = exclusive
+        self._prefix = prefix
         self._lock = threading.Lock()
         self._folder: Folder | None = None
         self._pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
         self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
+        _stores.add(self)
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self._path)!r})"
@@ -216,21 +226,36 @@ class DirectoryStore:
     def _claim(self) -> ThreadPoolExecutor:
         """The threads of this process: those of its parent did not survive the fork."""
         if self._pid != os.getpid():
-            if self._folder is not None:
-                self._folder.close()  # the parent's lock stays: it has a descriptor of its own
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._threads, self._folder, self._running = None, None, set()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ec-s3-disk")
         return self._threads
 
+    def close_in_child(self) -> None:
+        """Drop the folder's lock, which a fork copied: here it would outlast its owner."""
+        if self._folder is not None:
+            self._folder.close()
+
     def _open(self) -> Folder:
         with self._lock:
             if self._folder is None:
                 self._folder = Folder(
-                    self._path, max_bytes=self._max_bytes, exclusive=self._exclusive
+                    self._path,
+                    max_bytes=self._max_bytes,
+                    exclusive=self._exclusive,
+                    prefix=self._prefix,
                 )
             return self._folder
+
+
+def _close_in_child() -> None:
+    for store in list(_stores):
+        store.close_in_child()
+
+
+_stores: weakref.WeakSet[DirectoryStore] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _close(opened: tuple[int, ObjectInfo] | None) -> None:

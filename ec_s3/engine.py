@@ -29,9 +29,8 @@ from ec_s3.pages import Slab
 from ec_s3.reader import ANYTHING, Reader
 from ec_s3.staging import Stager, copied_out
 from ec_s3.types import DeleteReport, FlushReport, ItemMeta, Tier
-from ec_s3.warmup import WarmStart
 from ec_s3.wire import FORMAT_VERSION
-from ec_s3.wiring import first_pages, make_fetcher, make_queue, open_tiers, upload_rate
+from ec_s3.wiring import first_pages, make_fetcher, make_queue, open_tiers, upload_rate, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,13 +84,13 @@ class EncoderCache:
         self._clock = time.monotonic
         self.gauges = TierGauges(self.tier, self._slab, self.statistics)
         self._closed = False
+        self._closing: asyncio.Task[FlushReport] | None = None
         self._tiers: Tiers | None = None
         self._queue: UploadQueue | None = None
         self._reader: Reader | None = None
         self._stager = Stager(config, self.gate, tier=self.tier, stats=self.statistics)
-        self._executor = ThreadPoolExecutor(
-            max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="ec_s3-codec"
-        )
+        decoders = max(2, min(4, os.cpu_count() or 1))
+        self._executor = ThreadPoolExecutor(decoders, thread_name_prefix="ec_s3-codec")
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="ec_s3-encode")
         self.auditor = Auditor(self.tier, self._encoders, self.statistics)
         self._fetcher = make_fetcher(
@@ -120,13 +119,15 @@ class EncoderCache:
         Raises:
             ConfigError: the settings cannot be used; the engine is closed then.
         """
-        rate = upload_rate(self.config, self._clock)
         try:
-            self._tiers = tiers = self._open_tiers(rate)
-            await connect_all(tiers.stores)
+            await self._start(upload_rate(self.config, self._clock))
         except BaseException:
             await self.close(0.0)
             raise
+
+    async def _start(self, rate: Callable[[int], float]) -> None:
+        self._tiers = tiers = self._open_tiers(rate)
+        await connect_all(tiers.stores)
         self.statistics.set("info", 1, version=__version__, wire=str(FORMAT_VERSION))
         self._reader = Reader(
             self.config,
@@ -150,23 +151,19 @@ class EncoderCache:
             )
             self._stager.uploads = True
         self.governor.start(self._reader, self._queue)
-        self._start_warm(self._reader)
+        if self.config.warm_start:
+            warm = warm_start(
+                self.config,
+                self.gate,
+                reader=self._reader,
+                slab=self._slab,
+                control=self.governor.poll,
+                stats=self.statistics,
+            )
+            self.governor.attend(warm.run())
         if self._owns_slab:
             threading.Thread(target=self._slab.populate, name="ec_s3-populate", daemon=True).start()
             await first_pages(self._slab)
-
-    def _start_warm(self, reader: Reader) -> None:
-        if not self.config.warm_start:
-            return
-        warm_start = WarmStart(
-            self.config.warm_start,
-            reader=reader,
-            slab=self._slab,
-            gate=self.gate,
-            control=self.governor.poll,
-            stats=self.statistics,
-        )
-        self.governor.attend(warm_start.run())
 
     def _open_tiers(self, rate: Callable[[int], float]) -> Tiers:
         store, disk = self._given
@@ -327,9 +324,7 @@ class EncoderCache:
 
     async def put_many(self, items: Mapping[str, torch.Tensor]) -> dict[str, bool]:
         """Put several; one result per identifier."""
-        return {
-            identifier: await self.put(identifier, tensor) for identifier, tensor in items.items()
-        }
+        return {name: await self.put(name, tensor) for name, tensor in items.items()}
 
     async def delete(self, identifiers: Sequence[str]) -> DeleteReport:
         """Remove items from every tier, and call off what is under way; see `deletion.delete`."""
@@ -372,12 +367,19 @@ class EncoderCache:
     async def close(self, timeout: float | None = None) -> FlushReport:
         """Flush within `timeout` seconds, then stop everything; idempotent.
 
-        What does not stop by itself is left behind a few seconds after that.
+        What does not stop by itself is left behind a few seconds after that. A caller who does not
+        wait for the end changes nothing: the next one can.
         """
-        if self._closed:
-            return FlushReport()
-        self._closed = True
-        limit = self.config.flush_timeout if timeout is None else timeout
+        if self._closing is None:
+            self._closed = True
+            limit = self.config.flush_timeout if timeout is None else timeout
+            self._closing = asyncio.ensure_future(self._close(limit))
+            return await asyncio.shield(self._closing)
+        if not self._closing.done():
+            await asyncio.wait({self._closing})
+        return FlushReport()
+
+    async def _close(self, limit: float) -> FlushReport:
         report = FlushReport()
         try:
             await self.governor.close()

@@ -29,6 +29,8 @@ Absence is never an exception: it is `None`.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class ECS3Error(Exception):
     """Base of every exception that ec_s3 raises on purpose."""
@@ -118,6 +120,11 @@ class RemoteError(ECS3Error):
         super().__init__(message)
         self.operation = operation
         self.key = key
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Or another process that gets it from here could not rebuild it, and might wait for ever.
+        rebuild = partial(type(self), operation=self.operation, key=self.key)
+        return rebuild, self.args, self.__dict__
 
 
 class RemoteTimeoutError(RemoteError, TimeoutError):

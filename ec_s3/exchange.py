@@ -112,7 +112,7 @@ def described(answer: Answer) -> dict[str, Any]:
         "ContentRange": headers.get("content-range"),
         "ETag": headers.get("etag", ""),
         "LastModified": http_date(headers.get("last-modified", "")),
-        "ResponseMetadata": {"HTTPHeaders": headers},
+        "ResponseMetadata": {"HTTPStatusCode": answer.status, "HTTPHeaders": headers},
     }
 
 

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import FrameError, RemoteError, RemoteTimeoutError
-from ec_s3.lookup import header_at
+from ec_s3.errors import RemoteError, RemoteTimeoutError
+from ec_s3.lookup import is_stale
 from ec_s3.singleflight import SingleFlight
 
 if TYPE_CHECKING:
@@ -104,21 +104,7 @@ class Existence:
         return known
 
     async def _is_stale(self, store: Store, info: ObjectInfo) -> bool:
-        """Whether an object was made before the time from which objects count.
-
-        An object that was stored before it was. One that was stored later may have been made long
-        before, and written again as it grew old (`refresh`): only its header tells.
-        """
-        valid_after = self._gate.control.valid_after
-        if not valid_after:
-            return False
-        if 0.0 < info.modified < valid_after:
-            return True
-        try:
-            header = await header_at(store, info.key, etag=info.etag or None)
-        except FrameError:
-            return False  # whoever reads it refuses it, and says why
-        return header is not None and header.created < valid_after
+        return await is_stale(store, info, valid_after=self._gate.control.valid_after)
 
     async def close(self, timeout: float) -> None:
         """Cancel every probe and wait for their end, at most `timeout` seconds."""

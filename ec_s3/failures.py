@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from ec_s3.errors import (
     RemoteChangedError,
@@ -25,7 +26,10 @@ from ec_s3.errors import (
 if TYPE_CHECKING:
     from ec_s3.url import S3Location
 
-SDK_ERRORS = (ClientError, BotoCoreError, aiohttp.ClientError, OSError, RecursionError)
+SDK_ERRORS = (
+    *(ClientError, BotoCoreError, ResponseParserError),
+    *(aiohttp.ClientError, OSError, RecursionError),
+)
 """Whatever the SDK and the transport under it raise when a store fails.
 
 The last one is its answer to a redirect that names no region.
@@ -121,7 +125,10 @@ _BY_TYPE: tuple[tuple[tuple[type[BaseException], ...], type[RemoteError], str], 
         _NETWORK,
     ),
     (
-        (boto.ConnectionError, boto.HTTPClientError, aiohttp.ClientError, OSError),
+        (
+            *(boto.ConnectionError, boto.HTTPClientError, ResponseParserError),
+            *(aiohttp.ClientError, OSError),
+        ),
         RemoteUnavailableError,
         _NETWORK,
     ),
@@ -136,6 +143,14 @@ def status_of(exc: ClientError) -> tuple[int, str]:
     status = int(exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(exc.response.get("Error", {}).get("Code", ""))
     return status, "".join(c for c in code if c.isalnum())[:40]
+
+
+def said(exc: BaseException) -> str:
+    """An error in few words, without anything that a server could choose but its code."""
+    if not isinstance(exc, ClientError):
+        return type(exc).__name__
+    status, code = status_of(exc)
+    return f"{status} {code}" if code and code != str(status) else str(status)
 
 
 def is_documented(exc: ClientError) -> bool:
@@ -171,7 +186,7 @@ def retry_after(exc: BaseException | None) -> float:
         return 0.0
     headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     text = headers.get("retry-after", "")
-    return float(text) if text.isdigit() else 0.0
+    return float(text) if text.isascii() and text.isdigit() else 0.0
 
 
 def place(location: S3Location) -> str:
@@ -181,10 +196,9 @@ def place(location: S3Location) -> str:
 
 def map_error(exc: BaseException, *, operation: str, key: str, location: S3Location) -> RemoteError:
     """Our error for one of the SDK's; the caller raises it `from` the original."""
-    kind, remedy, what = RemoteError, "see the cause", type(exc).__name__
+    kind, remedy, what = RemoteError, "see the cause", said(exc)
     if isinstance(exc, ClientError):
         status, code = status_of(exc)
-        what = f"{status} {code}" if code and code != str(status) else str(status)
         fallback = (RemoteUnavailableError, _NETWORK) if status >= 500 else (kind, remedy)
         kind, remedy = _BY_CODE.get(code) or _BY_STATUS.get(status) or fallback
         if status in ANYBODYS and operation not in ("", "head") and not _is_of_s3(exc):

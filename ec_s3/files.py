@@ -39,6 +39,7 @@ _TEMPORARY = ".tmp-"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would block the open
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -55,25 +56,30 @@ class Folder:
         max_bytes: most bytes of all files together, None for no bound.
         exclusive: take the directory for this object alone; while another has it, a
             sub-directory of it is used.
+        prefix: of its files' keys; what else lies in the directory is not counted or removed.
 
     Raises:
         OSError: the directory cannot be made or read.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int | None, exclusive: bool) -> None:
+    def __init__(self, path: Path, *, max_bytes: int | None, exclusive: bool, prefix: str) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path.resolve()
         self._owner = -1
         self._lock = threading.Lock()
         self._serial = itertools.count()
         self._index = None if max_bytes is None else _Index(max_bytes)
-        if exclusive:
-            self.path, self._owner = _take(self.path)
-            _remove_temporaries(self.path)
-        if self._index is not None:
-            files = sorted(_scan(self.path), key=lambda found: found[2])
-            for key in self._index.load((key, size) for key, size, _ in files):
-                self._unlink(key)
+        try:
+            if exclusive:
+                self.path, self._owner = _take(self.path)
+                _remove_temporaries(self.path / prefix)
+            if self._index is not None:
+                files = sorted(_scan(self.path, prefix), key=lambda found: found[2])
+                for key, _ in self._index.load((key, size) for key, size, _ in files):
+                    self._unlink(key)
+        except BaseException:
+            self.close()  # else the next try finds the directory held by another engine
+            raise
 
     def close(self) -> None:
         """Give the directory back; idempotent."""
@@ -138,9 +144,9 @@ class Folder:
                     key, parent, temporary, name, if_absent=if_absent, if_match=if_match
                 )
             finally:
+                self._settle(key, nbytes, written=outcome is PutOutcome.WRITTEN)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=parent)
-                self._settle(key, nbytes, written=outcome is PutOutcome.WRITTEN)
         return outcome
 
     def delete(self, key: str) -> None:
@@ -206,8 +212,17 @@ class Folder:
             victims = self._index.reserve(nbytes)
         if victims is None:
             raise RemoteUnavailableError("put failed: no room now", operation="put", key=key)
-        for victim in victims:
-            self._unlink(victim)
+        failure: OSError | None = None
+        for victim, size in victims:
+            try:
+                self._unlink(victim)
+            except OSError as exc:
+                failure = exc
+                with self._lock:
+                    self._index.use(victim, size)  # it still takes its room; others go before it
+        if failure is not None:
+            self._settle(key, nbytes, written=False)
+            raise failure
 
     def _settle(self, key: str, nbytes: int, *, written: bool) -> None:
         if self._index is not None:
@@ -246,14 +261,14 @@ class _Index:
         self._files = 0
         self._reserved = 0
 
-    def load(self, files: Iterator[tuple[str, int]]) -> list[str]:
+    def load(self, files: Iterator[tuple[str, int]]) -> list[tuple[str, int]]:
         """Take over files found at start, oldest first; returns those that must go."""
         for key, size in files:
             self.use(key, size)
         return self.reserve(0) or []
 
-    def reserve(self, nbytes: int) -> list[str] | None:
-        """Set bytes aside; returns the files to remove for it, None when that is not enough."""
+    def reserve(self, nbytes: int) -> list[tuple[str, int]] | None:
+        """Set bytes aside; the files to remove for it, with sizes; None if that is not enough."""
         if self._reserved + nbytes > self._max_bytes:
             return None
         self._reserved += nbytes
@@ -261,7 +276,7 @@ class _Index:
         while self._files + self._reserved > self._max_bytes:
             key, size = self._sizes.popitem(last=False)
             self._files -= size
-            victims.append(key)
+            victims.append((key, size))
         return victims
 
     def settle(self, key: str, nbytes: int, *, written: bool) -> None:
@@ -347,9 +362,9 @@ def _walk(folder: Path, above: str, prefix: str) -> Iterator[tuple[str, os.stat_
                 yield key, entry.stat(follow_symlinks=False)
 
 
-def _scan(root: Path) -> Iterator[tuple[str, int, int]]:
+def _scan(root: Path, prefix: str) -> Iterator[tuple[str, int, int]]:
     """Key, size and time of last use in nanoseconds of every file."""
-    for key, status in _walk(root, "", ""):
+    for key, status in _walk(root, "", prefix):
         yield key, status.st_size, max(status.st_atime_ns, status.st_mtime_ns)
 
 
@@ -362,14 +377,14 @@ def _take(root: Path) -> tuple[Path, int]:
     for number in range(_ENGINES):
         path = root / f".engine-{number}" if number else root
         path.mkdir(mode=0o700, exist_ok=True)
-        owner = os.open(
-            path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        owner = os.open(path / ".lock", _LOCK, 0o600)
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as exc:
             os.close(owner)
-            continue
+            if isinstance(exc, BlockingIOError):
+                continue
+            raise
         if number:
             logger.warning("another engine holds %s; using %s of it", root, path.name)
         return path, owner

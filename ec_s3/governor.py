@@ -18,7 +18,7 @@ from ec_s3.errors import RemoteError
 from ec_s3.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Coroutine, Mapping
 
     from ec_s3.control import Control
     from ec_s3.keys import Namespace
@@ -55,6 +55,7 @@ class Governor:
         self._reader: Reader | None = None
         self._queue: UploadQueue | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forgotten: dict[str, float] = {}  # keys deleted here, and until when they stay so
         self._tell()
 
     def start(self, reader: Reader, queue: UploadQueue | None) -> None:
@@ -140,20 +141,26 @@ class Governor:
             await self._call_off(self._under_way(), "stale")
         if not control.enabled:
             await self._call_off(self._under_way(), "disabled")
-        await self._forget(control.deleted.keys() - before.deleted.keys())
+        await self._forget(control.deleted)
 
-    async def _forget(self, digests: Iterable[str]) -> None:
-        """An operator has deleted these items."""
+    async def _forget(self, deleted: Mapping[str, float]) -> None:
+        """An operator has deleted these items; some again, after they had come back."""
         assert self._reader is not None
-        keys = [self.gate.now.namespace.digest_key(digest) for digest in digests]
+        namespace = self.gate.now.namespace
+        told = {namespace.digest_key(digest): until for digest, until in deleted.items()}
+        keys = [key for key, until in told.items() if self._forgotten.get(key) != until]
         if not keys:
             return
         try:
-            await deletion.forget(
+            report = await deletion.forget(
                 keys, tiers=self._reader.tiers, reader=self._reader, queue=self._queue
             )
+            failed, why = report.failed.keys(), next(iter(report.failed.values()), "")
         except RemoteError as error:
-            logger.warning("deleted items could not be removed from the disk: %s", error)
+            failed, why = told.keys(), str(error)
+        if failed:  # tried again with the next document
+            logger.warning("deleted items could not be removed from the disk: %s", why)
+        self._forgotten = {key: told[key] for key in told.keys() - failed}
 
     def _under_way(self) -> list[str]:
         assert self._reader is not None

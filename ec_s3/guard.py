@@ -44,11 +44,18 @@ async def connect_all(stores: Iterable[Store]) -> None:
         ConfigError: the settings of one cannot be used here.
     """
     for store in stores:
+        connecting = asyncio.ensure_future(store.connect())
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await store.connect()
+            await asyncio.wait({connecting}, timeout=CONNECT_SECONDS)
+            if connecting.done():
+                connecting.result()
+            else:
+                logger.warning("a store is not ready yet: no answer in time")
         except (RemoteError, TimeoutError) as error:
             logger.warning("a store is not ready yet: %s", str(error) or "no answer in time")
+        finally:  # left behind, if it does not end: a dead file system lets go of nothing
+            connecting.cancel()
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def bounded(operation: str, key: str, call: Awaitable[T]) -> T:

@@ -28,7 +28,7 @@ from ec_s3.errors import (
     FrameUnsignedError,
     FrameVersionError,
 )
-from ec_s3.types import DTYPE_BYTES, ItemMeta, TensorSpec
+from ec_s3.types import DTYPE_BYTES, MAX_RANK, ItemMeta, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,22 +66,10 @@ _LEAD = _PREFIX.pack(_SKIPPABLE_MAGIC, 0, _MAGIC, 0, 0)
 _MAX_TEXT_CHARS = 1024
 _MAX_SECONDS = 1e12
 _FIELDS = frozenset(
-    {
-        "chunk_bytes",
-        "chunks",
-        "created",
-        "dtype",
-        "encode_seconds",
-        "identifier",
-        "input_digest",
-        "key_id",
-        "layout",
-        "mac",
-        "namespace",
-        "placeholder",
-        "shape",
-        "writer",
-    }
+    (
+        *("chunk_bytes", "chunks", "created", "dtype", "encode_seconds", "identifier"),
+        *("input_digest", "key_id", "layout", "mac", "namespace", "placeholder", "shape", "writer"),
+    )
 )
 
 
@@ -266,6 +254,7 @@ def _load_json(body: bytes) -> dict[str, object]:
             body.decode("utf-8", "surrogatepass"),
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError) as error:
         raise FrameHeaderError(f"the header is no JSON: {error}") from error
@@ -283,6 +272,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError("a number is out of range")
+    return value
 
 
 def _build_header(
@@ -303,6 +298,8 @@ def _build_header(
         placeholder=placeholder,
         input_digest=_read_hex(fields, "input_digest", digits=64),
     )
+    if not meta.is_bounded:
+        raise FrameHeaderError("header field 'placeholder' is nested too deep, or holds too much")
     offsets = tuple(accumulate((chunk.stored for chunk in chunks), initial=header_bytes))
     return Header(
         identifier=_text(fields, "identifier", limit=MAX_IDENTIFIER_BYTES),
@@ -322,14 +319,17 @@ def _build_header(
 
 def _read_spec(fields: Mapping[str, object], max_tensor_bytes: int) -> TensorSpec:
     shape = fields["shape"]
-    if type(shape) is not list or any(type(size) is not int for size in shape):
-        raise FrameHeaderError("header field 'shape' is no list of integers")
+    if type(shape) is not list or len(shape) > MAX_RANK:  # before it gets into a message
+        raise FrameHeaderError(f"header field 'shape' is no list of at most {MAX_RANK} integers")
+    if any(type(size) is not int for size in shape):
+        raise FrameHeaderError("header field 'shape' holds more than integers")
     try:
         spec = TensorSpec(_text(fields, "dtype", limit=_MAX_TEXT_CHARS), tuple(shape))
     except ValueError as error:
-        raise FrameHeaderError(str(error)) from error
+        raise FrameHeaderError(str(error)[:_MAX_TEXT_CHARS]) from error
     if extent(spec) > max_tensor_bytes:
-        raise FrameTooLargeError(f"{spec} exceeds the cap of {max_tensor_bytes} bytes")
+        what = str(spec)[:_MAX_TEXT_CHARS]  # each of its numbers may have thousands of digits
+        raise FrameTooLargeError(f"{what} exceeds the cap of {max_tensor_bytes} bytes")
     return spec
 
 

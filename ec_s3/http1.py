@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import sys
 from typing import TYPE_CHECKING, cast
 
-from ec_s3.http_grammar import BadAnswerError, HungUpError, parse_head, read_chunks
+from ec_s3.http_grammar import Answer, BadAnswerError, HungUpError, parse_head, read_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from ec_s3.http_grammar import Answer
 
     Told = Callable[[int], None]
 
@@ -50,6 +49,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._view: memoryview | None = None  # where the body goes, past the buffer
         self._at = 0
         self._plain = -1  # the socket's descriptor, where bytes come as they are sent
+        self._waiting = select.poll()  # tells of bytes that the loop has not read yet
         self._told: Told | None = None
         self._left: int | None = 0  # bytes of the body to come; None: not known beforehand
         self._chunked = False
@@ -77,6 +77,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(self._step(), self._tick)
         opened: socket.socket = transport.get_extra_info("socket")
         probe_when_idle(opened)
+        self._waiting.register(opened.fileno(), select.POLLIN)
         if transport.get_extra_info("sslcontext") is None:
             self._plain = opened.fileno()
 
@@ -258,8 +259,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it may still be used, as far as anybody has said."""
-        return self._failure is None and not self._transport.is_closing()
+        """Whether it may be used again: nobody hung up, and nothing came behind the last answer."""
+        failed = self._failure is not None or self._transport.is_closing()
+        return not failed and not self._waiting.poll(0)
 
     def abort(self) -> None:
         """Close at once; nothing is received any more."""
@@ -288,6 +290,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._chunked or answer.length is None:
             self._left = None
             self._kept = self._kept and self._chunked
+            answer = Answer(answer.status, answer.headers, None)  # chunks end where they say
         else:
             self._left = answer.length
         self._answer = answer

@@ -41,7 +41,8 @@ class Answer:
     Attributes:
         status: HTTP status.
         headers: by lower-case name; repeated ones are joined by commas.
-        length: bytes that `Content-Length` announces, also of a HEAD; None where it is missing.
+        length: bytes that `Content-Length` announces, also of a HEAD; None where it is missing or
+            the body comes in chunks.
     """
 
     status: int

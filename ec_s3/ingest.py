@@ -133,18 +133,24 @@ def tensor_files(paths: Iterable[Path], namespace: Namespace) -> Iterator[Source
     """
     for path in paths:
         for file in _files(path):
-            yield from _items(file, namespace)
+            if isinstance(file, Bad):
+                yield file
+            else:
+                yield from _items(file, namespace)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: Path) -> Iterator[Path | Bad]:
     if not path.is_dir():
         yield path
         return
-    for folder, folders, names in os.walk(path):
+    unlisted: list[OSError] = []
+    for folder, folders, names in os.walk(path, onerror=unlisted.append):
         folders.sort()
         for name in sorted(names):
             if name.endswith(SUFFIX):
                 yield Path(folder, name)
+    for error in unlisted:
+        yield Bad(str(error.filename), f"it cannot be listed: {error.strerror}")
 
 
 def _items(file: Path, namespace: Namespace) -> Iterator[Source | Bad]:

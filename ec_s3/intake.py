@@ -15,19 +15,16 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ec_s3.budget import ByteBudget
 from ec_s3.cancellation import run_to_end
 from ec_s3.control import Control, control_poll
-from ec_s3.errors import (
-    ConfigError,
-    ECS3Error,
-    RemoteDeniedError,
-    RemoteError,
-)
+from ec_s3.errors import ConfigError, ECS3Error, RemoteDeniedError, RemoteError
 from ec_s3.guard import bounded
 from ec_s3.keys import is_request_local
+from ec_s3.lookup import is_stale
 from ec_s3.metrics import Stats
 from ec_s3.pace import spread
 from ec_s3.policy import Probing, TokenBucket
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     from ec_s3.config import ECConfig
     from ec_s3.keys import Namespace
     from ec_s3.store import Store
+    from ec_s3.types import ObjectInfo
     from ec_s3.wire import Frame
 
 logger = logging.getLogger(__name__)
@@ -161,6 +159,7 @@ class Intake:
         self._described = False
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._charged: set[str] = set()
+        self._stale: dict[str, str] = {}  # versions that no longer count, by key
         self._stopped = False
         self._report = UploadReport()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="ec_s3-source")
@@ -269,7 +268,8 @@ class Intake:
                 self._failed(name, "it was deleted lately, and may not come back yet")
                 return
             asked = time.monotonic()
-            if await self._is_there(key, ask=nbytes > HEAD_ABOVE or self._probing.wanted()):
+            wanted = self._probing.wanted() or self._control.valid_after > 0.0
+            if await self._is_there(key, ask=wanted or nbytes > HEAD_ABOVE):
                 self._done(name, nbytes, PutOutcome.EXISTS)
                 return
             if not source.held:
@@ -288,7 +288,8 @@ class Intake:
         except _StopError as stop:
             self._stop(stop.error)
         except Exception as error:  # one bad item must not end the others
-            logger.debug("an item could not be uploaded", exc_info=True)
+            told = not isinstance(error, RemoteError)  # else it ends in what a store has said
+            logger.debug("an item could not be uploaded", exc_info=told)
             self._failed(name, _reason(error))
 
     async def _is_there(self, key: str, *, ask: bool) -> bool:
@@ -296,14 +297,28 @@ class Intake:
         if not ask:
             return False
         async with self._probes:
-            info = await self._persist("head", key, lambda: self._store.head(key))
+            info = await self._persist("head", key, lambda: self._look(key))
         self._probing.learn(present=info is not None)
-        return info is not None
+        return info is not None and key not in self._stale
+
+    async def _look(self, key: str) -> ObjectInfo | None:
+        """What is there, noted if it does not count any more."""
+        info = await self._store.head(key)
+        self._stale.pop(key, None)
+        if info is not None and await is_stale(
+            self._store, info, valid_after=self._control.valid_after
+        ):
+            self._stale[key] = info.etag
+        return info
 
     async def _upload(self, key: str, frame: Frame) -> PutOutcome:
+        stale = self._stale.pop(key, None)
+        put = partial(
+            self._store.put, key, frame.parts, if_match=stale or None, if_absent=stale is None
+        )
         if self._rate is not None:
             await asyncio.sleep(self._rate.take(frame.nbytes, now=time.monotonic()))
-        outcome = await self._persist("put", key, lambda: self._store.put(key, frame.parts))
+        outcome = await self._persist("put", key, put)
         self._probing.learn(present=outcome is PutOutcome.EXISTS)
         if outcome is PutOutcome.WRITTEN:
             self._report.raw_bytes += frame.header.tensor_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import FrameTruncatedError
+from ec_s3.errors import FrameError, FrameTruncatedError
 from ec_s3.header import MAX_HEAD_BYTES, Header, read_header
 from ec_s3.keys import KEY_VERSION, identifier_digest, parse_key
 from ec_s3.types import Expectation
@@ -16,6 +16,7 @@ from ec_s3.types import Expectation
 if TYPE_CHECKING:
     from ec_s3.signing import Keyring
     from ec_s3.store import Store
+    from ec_s3.types import ObjectInfo
 
 FIRST_BYTES = 16 << 10
 """Enough for the header of an item of a few hundred MiB."""
@@ -80,3 +81,29 @@ async def header_at(
             if length >= min(MAX_HEAD_BYTES, found.info.size):
                 raise
             length = MAX_HEAD_BYTES
+
+
+async def is_stale(store: Store, info: ObjectInfo, *, valid_after: float) -> bool:
+    """Whether an object was made before the time from which objects count; see `Control`.
+
+    An object that was stored before it was. One that was stored later may have been made long
+    before, and written again as it grew old (`refresh`): only its header tells.
+
+    Args:
+        store: the bucket.
+        info: what it says of the object.
+        valid_after: the time, in seconds since the epoch; 0.0 for none.
+
+    Raises:
+        RemoteChangedError: the object has been replaced meanwhile.
+        RemoteError: the bucket cannot be read.
+    """
+    if not valid_after:
+        return False
+    if 0.0 < info.modified < valid_after:
+        return True
+    try:
+        header = await header_at(store, info.key, etag=info.etag or None)
+    except FrameError:
+        return False  # whoever reads it refuses it, and says why
+    return header is not None and header.created < valid_after

@@ -26,6 +26,11 @@ STOP_SECONDS = 2.0
 """How long cancelled work may take to end when the loop is closed."""
 
 
+def waitable(timeout: float) -> float:
+    """The same, or the longest that a thread can wait, which is centuries."""
+    return min(timeout, threading.TIMEOUT_MAX)
+
+
 class _Call(Generic[T]):
     """One coroutine on its way to the loop, and its result on the way back."""
 
@@ -132,7 +137,7 @@ class LoopThread:
             work.close()
             raise
         try:
-            concurrent.futures.wait([call.outcome], timeout)
+            concurrent.futures.wait([call.outcome], None if timeout is None else waitable(timeout))
         finally:
             late = call.outcome.cancel()  # False: the result came, perhaps just now
             if late:

@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError
 
 from ec_s3.errors import ECS3Error, RemoteError
 from ec_s3.failures import SDK_ERRORS, map_error, status_of
+from ec_s3.listings import Pages
 from ec_s3.transport import Connection
 
 if TYPE_CHECKING:
@@ -59,16 +60,17 @@ class Multiparts:
             RemoteError: the store failed.
         """
         cut = len(self._location.object_key(""))
-        page: dict[str, Any] = {"Prefix": self._location.object_key("")}
+        verb, page = "list_multipart_uploads", {"Prefix": self._location.object_key("")}
+        markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        pages = Pages(verb, self._location, **markers)
         while True:
-            answer = await self._call("list_multipart_uploads", "", **page)
+            answer = await self._call(verb, "", **page)
             for entry in answer.get("Uploads") or ():
-                started = entry["Initiated"].timestamp()
-                yield Upload(entry["Key"][cut:], entry["UploadId"], started)
-            if not answer.get("IsTruncated") or not answer.get("NextKeyMarker"):
+                key, upload, started = pages.told(entry, "Key", "UploadId", "Initiated")
+                yield Upload(key[cut:], upload, started.timestamp())
+            if not (more := pages.after(answer)):
                 return
-            page["KeyMarker"] = answer["NextKeyMarker"]
-            page["UploadIdMarker"] = answer.get("NextUploadIdMarker", "")
+            page.update(more)
 
     async def size(self, upload: Upload) -> int:
         """Bytes of the parts that are there; 0 when the upload is gone.
@@ -78,12 +80,13 @@ class Multiparts:
         """
         total = 0
         page: dict[str, Any] = {"UploadId": upload.upload_id}
+        pages = Pages("list_parts", self._location, PartNumberMarker="NextPartNumberMarker")
         while True:
             answer = await self._call("list_parts", upload.key, **page)
-            total += sum(int(part["Size"]) for part in answer.get("Parts") or ())
-            if not answer.get("IsTruncated"):
+            total += sum(int(pages.told(part, "Size")[0]) for part in answer.get("Parts") or ())
+            if not (more := pages.after(answer)):
                 return total
-            page["PartNumberMarker"] = answer["NextPartNumberMarker"]
+            page.update(more)
 
     async def abort(self, upload: Upload) -> None:
         """Throw an upload away with its parts; one that is gone is no error.

@@ -59,11 +59,11 @@ class Pool:
         try:
             while self._idle:
                 connection = self._idle.pop()
-                if fresh:
-                    connection.abort()
-                    break
-                if connection.alive:
+                if not fresh and connection.alive:
                     return connection
+                connection.abort()
+                if fresh:
+                    break
             return await self._open()
         except BaseException:
             self._turns.release()

@@ -20,7 +20,7 @@ from ec_s3.engine import EncoderCache
 from ec_s3.errors import ClosedError
 from ec_s3.loop import LoopThread
 from ec_s3.tickets import Absent, Event, Granted, Present, Ready, Want, outdated
-from ec_s3.types import FlushReport
+from ec_s3.types import FlushReport, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +101,8 @@ class EnginePort(Protocol):
 
         Returns:
             What was left behind; never complete when that cannot be found out. Later calls return
-            the same, and all other calls do nothing then but end tickets.
+            the same, and all other calls do nothing then but end tickets: whatever is asked for is
+            answered by a no, or not at all.
         """
         ...
 
@@ -159,11 +160,20 @@ class ThreadPort:
 
     def want(self, want: Want) -> None:
         """See `EnginePort.want`."""
-        self._desk.want(want)
+        if self._closed:
+            self._answer(Absent(want.ticket, MissReason.CLOSED))
+        else:
+            self._desk.want(want)
 
     def reserve(self, ticket: int, identifier: str, nbytes: int) -> None:
         """See `EnginePort.reserve`."""
-        self._desk.reserve(ticket, identifier, nbytes)
+        if self._closed:
+            self._answer(Granted(ticket, None))
+        else:
+            self._desk.reserve(ticket, identifier, nbytes)
+
+    def _answer(self, event: Event) -> None:
+        self._events.append((event, self._cache.gate.now.weights))
 
     def filled(
         self, ticket: int, spec: TensorSpec, meta: ItemMeta, *, compare: bool = False

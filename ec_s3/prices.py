@@ -126,6 +126,9 @@ def _load(text: str, name: str) -> dict[str, Any]:  # texts and numbers, by name
         document = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"prices: {name} is no YAML: {error}") from None
+    # A date that does not exist, a number too long, a tag that does not fit, too many brackets.
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"prices: {name} has a value that is none of its kind: {error}") from None
     known = [field.name for field in fields(Prices)]
     if not isinstance(document, dict) or not set(document) <= set(known):
         unknown = ", ".join(sorted(set(map(str, document)) - set(known)))[:200]

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from ec_s3.failures import SDK_ERRORS, map_error, no_s3_server, status_of
+from ec_s3.failures import SDK_ERRORS, map_error, no_s3_server, said, status_of
 from ec_s3.profile import Seen, Support
-from ec_s3.questions import BODY, ODD_KEYS, READING, WRITING, adapt, denied, refusal, said
+from ec_s3.questions import BODY, ODD_KEYS, READING, WRITING, adapt, denied, refusal
 from ec_s3.transport import Connection
 
 if TYPE_CHECKING:

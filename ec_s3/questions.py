@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
-from ec_s3.failures import status_of
+from ec_s3.failures import said, status_of
 from ec_s3.profile import Seen, Support
 
 if TYPE_CHECKING:
@@ -49,14 +49,6 @@ def denied(exc: ClientError) -> bool:
     """Whether a right is missing, so that the answer says nothing of what was asked."""
     status, code = status_of(exc)
     return status == 403 and code in _DENIED
-
-
-def said(exc: BaseException) -> str:
-    """An error in few words, without anything that a server could choose."""
-    if not isinstance(exc, ClientError):
-        return type(exc).__name__
-    status, code = status_of(exc)
-    return f"{status} {code}" if code and code != str(status) else str(status)
 
 
 def refusal(exc: ClientError, *, failing: bool = False) -> Seen:

@@ -67,6 +67,9 @@ MAX_PENDING = 1000
 
 JOB_SECONDS = 300.0
 
+STOP_SECONDS = 1.0
+"""How long what is called off may take to let go when the refresher is closed."""
+
 
 class Refresher:
     """One engine's.
@@ -154,9 +157,11 @@ class Refresher:
             await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Write nothing more; idempotent."""
+        """Write nothing more, or leave behind what does not end; idempotent."""
         self._closed = True
-        await self.call_off(self.keys())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await self.call_off(self.keys())
 
     async def _try(self, key: str) -> None:
         try:

@@ -208,12 +208,21 @@ class RestartingPort:
             port = self._port
             self._lock.notify_all()
         if port is not None:
-            self._report = port.close(timeout)
+            try:
+                self._report = port.close(timeout)
+            except subprocess.TimeoutExpired as error:  # a file system that is gone may hold it
+                logger.warning("the engine did not close: %s", error)
         return self._report
 
     # -- the keeper's thread ---------------------------------------------------------------
 
     def _keep(self, port: MortalPort) -> None:
+        try:
+            self._open_one_after_the_other(port)
+        except subprocess.TimeoutExpired:  # it may still write to the slab
+            logger.exception("the engine's process does not end; the encoder cache stays off")
+
+    def _open_one_after_the_other(self, port: MortalPort) -> None:
         pause = self._first_pause
         following: MortalPort | None = port
         while following is not None:
@@ -221,11 +230,7 @@ class RestartingPort:
             following.wait_for_end()
             if not self._take_leave(following):
                 return
-            try:
-                following.close(0.0)
-            except subprocess.TimeoutExpired:  # it may still write to the slab
-                logger.exception("the engine's process does not end; the encoder cache stays off")
-                return
+            following.close(0.0)
             if time.monotonic() - opened > LONGEST_PAUSE:
                 pause = self._first_pause
             following = None
@@ -263,7 +268,7 @@ class RestartingPort:
         namespace = self._namespace
         try:
             port = self._open(namespace)
-        except ECS3Error as error:
+        except (ECS3Error, OSError, RuntimeError) as error:  # out of descriptors, of threads
             logger.warning("the engine's process cannot be started again: %s", error)
             return None
         with self._lock:

@@ -29,6 +29,7 @@ from ec_s3.errors import (
     RemoteUnavailableError,
 )
 from ec_s3.failures import SDK_ERRORS, map_error, place, repeated, retry_after, status_of
+from ec_s3.listings import Pages
 from ec_s3.pace import Pace, jitter
 from ec_s3.profile import Capabilities, Support, condition_of
 from ec_s3.quiet import Quiet
@@ -192,19 +193,19 @@ class S3Store:
         cut = len(self._location.object_key(""))
         bucket, begin = self._location.bucket, self._location.listed_prefix(prefix)
         page: dict[str, Any] = {"Bucket": bucket, "Prefix": begin}
+        pages = Pages("list", self._location, ContinuationToken="NextContinuationToken")
         while True:
             answer: Any = await self._call(
                 "list", prefix, lambda call: call.client.list_objects_v2(**page)
             )
             for entry in answer.get("Contents", ()):
-                key = entry["Key"][cut:]
+                name, size, modified = pages.told(entry, "Key", "Size", "LastModified")
+                key = name[cut:]
                 if key.startswith(prefix) and (self._any_key or is_key(key)):
-                    yield ObjectInfo(
-                        key, entry["Size"], entry.get("ETag", ""), entry["LastModified"].timestamp()
-                    )
-            if not answer.get("NextContinuationToken"):
+                    yield ObjectInfo(key, size, entry.get("ETag", ""), modified.timestamp())
+            if not (more := pages.after(answer)):
                 return
-            page["ContinuationToken"] = answer["NextContinuationToken"]
+            page.update(more)
 
     async def delete(self, keys: Sequence[str]) -> DeleteReport:
         """Delete keys, each with a request of its own: many stores refuse the SDK's batches."""
@@ -234,7 +235,7 @@ class S3Store:
         self._closed = True
         if self._calls:
             self._drained = asyncio.Event()
-            for deadline in self._calls:
+            for deadline in (call for call in self._calls if not call.expired()):
                 deadline.reschedule(asyncio.get_running_loop().time())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), _CLOSE_SECONDS)

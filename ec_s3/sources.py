@@ -41,6 +41,7 @@ _CREDENTIAL = re.compile(r"access_?key|secret|session_?token|password|credential
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b|[kmgt]i|b)?", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.IGNORECASE | re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST = 1e9
 _AWS_HOST = re.compile(
     r"(?P<bucket>.+)\.s3(?:express-[a-z0-9-]+)?[.-](?P<region>[a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com"
 )
@@ -78,6 +79,12 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
                 environ[variable], f"environment {variable}"
             )
     return layer
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that reads its settings nowhere."""
+    mine = (ENV_PREFIX, LMCACHE_ENV_PREFIX, LMCACHE_FILE_VARIABLE)
+    return {name: value for name, value in environ.items() if not name.startswith(mine)}
 
 
 def read_file(path: Path) -> Layer:
@@ -152,8 +159,8 @@ def parse_size(value: object) -> int:
     unit = (match[2] or "b").lower()
     power = "bkmgt".index(unit[0])
     scale: int = (1024 if "i" in unit else 1000) ** power
-    number = float(match[1]) * scale if "." in match[1] else int(match[1]) * scale
-    return int(number)
+    whole, _, fraction = match[1].partition(".")
+    return int(whole) * scale + int(float(f"0.{fraction or 0}") * scale)
 
 
 def parse_rate(value: object) -> int | None:
@@ -169,14 +176,18 @@ def parse_duration(value: object) -> float:
     """Seconds from a number or a text such as `250ms`, `2s`, `1m`, `30d`.
 
     Raises:
-        ValueError: anything else, negative and infinite numbers included.
+        ValueError: anything else, negative numbers and those above 30 years included.
     """
+    seconds: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value) and value >= 0:
-            return float(value)
+        seconds = value
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
-        return float(match[1]) * _SECONDS[(match[2] or "s").lower()]
-    raise ValueError("not a duration: write seconds, or a number with a unit such as '250ms'")
+        seconds = float(match[1]) * _SECONDS[(match[2] or "s").lower()]
+    if seconds is not None and seconds > _LONGEST:  # no clock of the system could wait for it
+        raise ValueError("not a duration that can be waited for: at most 30 years, in seconds 1e9")
+    if seconds is None or not seconds >= 0:
+        raise ValueError("not a duration: write seconds, or a number with a unit such as '250ms'")
+    return float(seconds)
 
 
 def parse_lifetime(value: object) -> float | None:
@@ -220,20 +231,41 @@ def parse_tags(value: object) -> object:
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from None
     pairs = [item.partition("=") for item in value.split(",") if item.strip()]
     return {key.strip(): text.strip() for key, _, text in pairs}
 
 
+def parse_yaml(text: str) -> object:
+    """What a YAML text holds; the error names the place and repeats nothing: secrets may be there.
+
+    Raises:
+        ValueError: it is no YAML, or has a value that is none of its type.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ValueError(f"no YAML{place}") from None
+    # A date that does not exist, a number too long, a tag that does not fit, too many brackets.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        raise ValueError("no YAML, or a value that is none of its kind") from None
+
+
 def _split(path: Path) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
     """Top-level keys, `ec_` keys without their prefix, and the `ec:` map of a YAML file."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"configuration file {path} cannot be read: {error}; correct the path or the file"
         ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {error}; correct the file"
+        ) from None
     document = {} if document is None else document
     nested = document.get("ec") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(nested, dict | None):
@@ -278,7 +310,7 @@ def _extra_config(located: Located | None) -> Layer:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
     if not isinstance(value, dict):
         raise ConfigError(f"extra_config ({located.source}) is no map; write a JSON object")
@@ -288,7 +320,7 @@ def _extra_config(located: Located | None) -> Layer:
 def _gibibytes(name: str, located: Located) -> Located | None:
     """LMCache counts GiB, in floats; nothing for zero, which means its default."""
     try:
-        number = float(str(located.value))
+        number = float(str(located.value)) * _GIB
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
@@ -296,12 +328,15 @@ def _gibibytes(name: str, located: Located) -> Located | None:
             f"{name}={located.value!r} ({located.source}): not a number of GiB; "
             "LMCache's spelling takes a plain number, such as 2"
         )
-    return Located(int(number * _GIB), located.source) if number > 0 else None
+    return Located(int(number), located.source) if number > 0 else None
 
 
 def _remote_url(url: str, options: Mapping[str, Located | None]) -> str:
     """LMCache's `s3://bucket.host` with its options in `extra_config`, as one URL of ours."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url  # whoever parses it says so
     if parts.scheme != "s3" or "@" in parts.netloc:
         return url
     query = dict(parse_qsl(parts.query))

@@ -104,6 +104,9 @@ class Stager:
             if self._refused(key, since):
                 return None
             reservation.commit(spec, meta, dirty=self.uploads).release()
+        if self._refused(key, since):  # from the last look on; whoever forgets items may be through
+            self._tier.discard(key)
+            return None
         return Upload(key, identifier)
 
     def _refused(self, key: str, since: Epoch) -> bool:

@@ -52,8 +52,13 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Dtype and shape of a tensor on any device.
 
     Raises:
-        ValueError: a dtype or rank that cannot be stored.
+        ValueError: a dtype or rank that cannot be stored, or a nested tensor, which has no shape.
+        TypeError: no tensor at all.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"needs a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError("needs a dense tensor, not a nested one")
     return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
@@ -68,7 +73,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     dtype_name(tensor.dtype)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ValueError(f"needs a dense CPU tensor, not {tensor.layout} on {tensor.device}")
-    return _flat(tensor.detach().contiguous())
+    return _flat(tensor.detach().resolve_neg().contiguous())
 
 
 def from_bytes(buffer: Buffer, spec: TensorSpec) -> torch.Tensor:
@@ -116,8 +121,8 @@ def copy_in(tensor: torch.Tensor, segments: Sequence[memoryview]) -> None:
         ValueError: the tensor is not a dense one, its dtype cannot be stored, or the memory has
             another size.
     """
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"needs a dense tensor, not {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(f"needs a dense tensor, not {tensor.layout} on {tensor.device}")
     if len(segments) == 1 and not (tensor.device.type == "cpu" and tensor.is_contiguous()):
         from_bytes(segments[0], spec_of(tensor)).copy_(tensor.detach())
         return

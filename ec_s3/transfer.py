@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode
 
@@ -16,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from ec_s3.direct import IncomingBody
 from ec_s3.errors import RemoteChangedError, RemoteUnavailableError
-from ec_s3.failures import BODY_ERRORS, SDK_ERRORS, status_of
+from ec_s3.failures import BODY_ERRORS, SDK_ERRORS, said, status_of
 from ec_s3.store import GetResult, progress_of
 from ec_s3.transport import Body
 from ec_s3.types import ObjectInfo
@@ -38,6 +39,7 @@ PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 4
 _ABORT_SECONDS = 5.0
 _COMPARED_BYTES = 64 << 10
+_SPAN = re.compile(r"(?:bytes )?([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def object_info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
@@ -186,7 +188,10 @@ class Download:
         if begin != self._start + self._received:
             raise self._protocol("ignores ranges")
         if self._info is None:
-            count = count if self._length is None else min(count, self._length)
+            left = size - begin if self._length is None else min(size - begin, self._length)
+            if count < left:
+                raise self._protocol("sent fewer bytes than were asked for")
+            count = left
             self._view = self._buffer(info, count)
             self._info, self._etag = info, info.etag
             grant(count)
@@ -208,14 +213,16 @@ class Download:
         if count is None:
             raise self._protocol("does not announce the size of an object")
         if not answer.get("ContentRange"):
+            if answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 206:
+                raise self._protocol("sent a part without a Content-Range")
             return 0, count, count
-        span, _, size = answer["ContentRange"].removeprefix("bytes ").partition("/")
-        first, _, last = span.partition("-")
-        if not (first.isdigit() and last.isdigit() and size.isdigit()):
+        span = _SPAN.fullmatch(answer["ContentRange"])
+        first, last, size = map(int, span.groups()) if span else (1, 0, 0)
+        if not first <= last < size:
             raise self._protocol("sent a Content-Range that is none")
-        if int(last) - int(first) + 1 != count:
+        if last - first + 1 != count:
             raise self._protocol("sent a Content-Range that contradicts Content-Length")
-        return int(first), count, int(size)
+        return first, count, size
 
     def _changed(self) -> RemoteChangedError:
         return RemoteChangedError(
@@ -313,6 +320,9 @@ async def _send_parts(client: S3Client, target: Mapping[str, Any], body: Body) -
         part = Body(list(body.cut(start, min(body.nbytes, start + PART_BYTES))))
         async with free:
             answer = await client.upload_part(**{**target, "PartNumber": number, "Body": part})
+        if not answer.get("ETag"):
+            what = "put failed: the store names no version of a part"
+            raise RemoteUnavailableError(what, operation="put", key=target["Key"])
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     count = -(-body.nbytes // PART_BYTES)
@@ -334,6 +344,6 @@ async def _abort(client: S3Client, target: Mapping[str, Any]) -> None:
         if isinstance(exc, ClientError) and status_of(exc)[1] == "NoSuchUpload":
             return
         logger.warning(
-            "a multipart upload could not be aborted; a lifecycle rule should remove its parts",
-            exc_info=True,
+            "a multipart upload could not be aborted; a lifecycle rule should remove its parts: %s",
+            said(exc),
         )

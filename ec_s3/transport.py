@@ -4,13 +4,14 @@ Owns the tuning of aiobotocore and aiohttp, and the life of the one client that 
 on the event loop that first used the store; a second live loop is refused, and after a fork or a
 closed loop the client is built anew. It never touches credentials: see `ec_s3.credentials`.
 
-Locking: `Connection` holds one asyncio lock, and only while it opens a client; everything else
-about it changes between two awaits.
+Locking: none. One task at a time opens a client, for whoever waits for it, and goes on when they
+give up; all that a `Connection` holds changes between two awaits.
 
 Closed traps: aiohttp sends an idempotent request again by itself when the answer is lost, so a
 conditional PUT reports 412 for its own write (`_retry_connection`); large bodies given to aiohttp
 whole are copied (`Body` sends slices); with checksums "when_required" the SDK hashes whole bodies
-again unless payload signing is off; an `Expect` header that a proxy drops stalls the request.
+again unless payload signing is off; an `Expect` header that a proxy drops stalls the request;
+aiohttp drops the answer to a HEAD that a server ends as if it had a body (`AnswerReader`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import logging
 import os
 import socket
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 from botocore import exceptions as boto
@@ -33,7 +36,7 @@ from botocore.utils import parse_timestamp
 
 from ec_s3 import __version__
 from ec_s3.credentials import Keeper
-from ec_s3.errors import ConfigError
+from ec_s3.errors import ClosedError, ConfigError
 from ec_s3.failures import place, refuses_credentials
 from ec_s3.http1 import probe_when_idle
 from ec_s3.http_grammar import http_date
@@ -62,6 +65,7 @@ _SLICE_BYTES = 512 << 10  # a slice that the kernel takes at once is never copie
 _READ_BUFFER_BYTES = 4 << 20
 _KEEPALIVE_SECONDS = 8  # below the idle time after which servers hang up
 _DEFAULT_REGION = "us-east-1"
+_HEAD_END = b"\r\n\r\n"
 _loader = create_loader()  # its service files are large; one copy serves every client
 _forked: list[object] = []  # a parent's clients: closing them in the child would harm the parent
 
@@ -141,11 +145,35 @@ class _Slices(Payload):
             await writer.drain()
 
 
+class AnswerReader(ResponseHandler):
+    """Reads answers; that to a HEAD is over with its head, whatever a server sends behind it.
+
+    aiohttp would lose the head with what it cannot understand, if both come at once. Now it is told
+    of them one after the other: the answer counts, and the connection serves no other request.
+    """
+
+    _before = b""  # the latest bytes: a head's end may be cut in two
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has arrived."""
+        if self._skip_payload:
+            seen = self._before + data
+            end = seen.find(_HEAD_END) + len(_HEAD_END) - len(self._before)
+            self._before = seen[-len(_HEAD_END) + 1 :]
+            if _HEAD_END in seen and end < len(data):
+                super().data_received(data[:end])
+                data = data[end:]
+        super().data_received(data)
+
+
 class Session(AIOHTTPSession):
     """The SDK's HTTP session with a large read buffer, sliced bodies and no resend of its own."""
 
     async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
         session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in the stubs
+        assert session.connector is not None
+        reader: Any = partial(AnswerReader, loop=asyncio.get_running_loop())
+        session.connector._factory = reader  # noqa: SLF001  # no public setting here
         session._read_bufsize = _READ_BUFFER_BYTES  # noqa: SLF001  # no public setting here
         session._retry_connection = False  # noqa: SLF001  # no public setting; see above
         return session
@@ -170,9 +198,15 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     return opened
 
 
-def _timestamp(value: str) -> datetime.datetime:
-    """Dates of headers, of which the SDK's own parser costs a tenth of a small request."""
-    return http_date(value) or parse_timestamp(value)
+def _timestamp(value: str) -> datetime.datetime | None:
+    """Dates of headers, of which the SDK's own parser costs a tenth of a small request.
+
+    None for what is no date, by which the SDK would fail.
+    """
+    try:
+        return http_date(value) or parse_timestamp(value)
+    except (ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _config(location: S3Location, options: S3Options) -> AioConfig:
@@ -220,7 +254,7 @@ class Connection:
         self._wrap = wrap
         self._pid = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
+        self._opening: asyncio.Task[S3Client] | None = None
         self._client: S3Client | None = None
         self._keeper: Keeper | None = None
         self._stack = AsyncExitStack()
@@ -229,16 +263,21 @@ class Connection:
         """The client of this process and loop.
 
         Raises:
+            ClosedError: it was closed meanwhile.
             ConfigError: a profile or CA file that does not exist.
             RuntimeError: the store is in use on another event loop that is still alive.
         """
         self._claim()
         if self._client is not None:
             return self._client
-        async with self._lock:
-            if self._client is None:
-                self._client = await self._open()
-            return self._client
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+            self._opening.add_done_callback(self._opened)
+        opening = self._opening
+        await asyncio.wait([opening])  # whoever gives up does not end it: the next one needs it
+        if opening.cancelled():
+            raise ClosedError("the store is closed")
+        return opening.result()
 
     def failed(self, exc: BaseException) -> None:
         """Hear of a failure: it may say that the credentials have ended."""
@@ -250,6 +289,9 @@ class Connection:
         if self._loop is None:
             return
         self._claim()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         self._client = None
         await self._stack.aclose()
 
@@ -258,13 +300,25 @@ class Connection:
         if self._loop is loop and self._pid == pid:
             return
         if self._loop is not None and self._pid != pid:
-            _forked.append((self._client, self._stack))
+            _forked.append((self._client, self._stack, self._opening))
         elif self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("the store is in use on another event loop; open one store for each")
         self._loop, self._pid = loop, pid
-        self._lock, self._client, self._stack = asyncio.Lock(), None, AsyncExitStack()
+        self._opening, self._client, self._stack = None, None, AsyncExitStack()
+
+    def _opened(self, opening: asyncio.Task[S3Client]) -> None:
+        if opening is self._opening:
+            self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # told to whoever waits, which may be nobody
 
     async def _open(self) -> S3Client:
+        async with AsyncExitStack() as stack:
+            client = await self._build(stack)
+            self._client, self._stack = client, stack.pop_all()
+        return client
+
+    async def _build(self, stack: AsyncExitStack) -> S3Client:
         options, location = self._options, self._location
         if not options.verify:
             logger.warning("certificates of %s are not checked: verify is off", place(location))
@@ -276,9 +330,9 @@ class Connection:
             if options.ca_bundle or not location.endpoint.startswith("http:"):
                 await asyncio.to_thread(tls_context, options, session)  # whether it can be used
             self._keeper = keeper
-            self._stack.push_async_callback(keeper.aclose)
+            stack.push_async_callback(keeper.aclose)
             keeper.ask()
-            opened: S3Client = await self._stack.enter_async_context(
+            opened: S3Client = await stack.enter_async_context(
                 session.create_client(
                     "s3",
                     region_name=region,
@@ -288,7 +342,7 @@ class Connection:
                 )
             )
             if self._wrap is not None:
-                opened = await self._stack.enter_async_context(self._wrap(opened, session))
+                opened = await stack.enter_async_context(self._wrap(opened, session))
         except (boto.ProfileNotFound, boto.ConfigParseError, boto.InvalidRegionError) as exc:
             raise ConfigError(f"url: AWS profile or region cannot be used: {exc}") from exc
         except ConfigError:

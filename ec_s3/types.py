@@ -33,6 +33,12 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 MAX_RANK = 8
 """Most dimensions that a tensor may have."""
 
+MAX_PLACEHOLDER_DEPTH = 32
+"""How deep the metadata of an item may be nested."""
+
+MAX_PLACEHOLDER_VALUES = 1 << 15
+"""Most values, lists and maps that it may hold: engines hand it on to schedulers, as JSON."""
+
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -101,6 +107,19 @@ class ItemMeta:
     def __post_init__(self) -> None:
         if self.input_digest and _DIGEST.fullmatch(self.input_digest) is None:
             raise ValueError("an input digest is empty or 64 lower-case hex digits")
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the placeholder is shallow and small enough to be stored."""
+        level: list[object] = list(self.placeholder.values())
+        held = len(level)
+        for _ in range(MAX_PLACEHOLDER_DEPTH):
+            maps = [inner for value in level if type(value) is dict for inner in value.values()]
+            level = maps + [inner for value in level if type(value) is list for inner in value]
+            held += len(level)
+            if not level or held > MAX_PLACEHOLDER_VALUES:
+                break
+        return not level and held <= MAX_PLACEHOLDER_VALUES
 
 
 @dataclass(frozen=True, slots=True)

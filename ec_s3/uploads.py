@@ -243,10 +243,13 @@ class UploadQueue:
     async def _upload(self, upload: Upload) -> None:
         key = upload.key
         known = self._targets.presence.get(key, now=self._clock())
+        item = self._item(upload)
         if known and not self._targets.refused.knows(key):
+            if item is not None:
+                item.mark_clean()
+                item.release()
             self._count("exists", dropped=False)
             return
-        item = self._item(upload)
         if item is None:
             self._count("evicted")
             return

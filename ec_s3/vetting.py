@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from types_aiobotocore_s3.client import S3Client
 
     from ec_s3.url import S3Location, S3Options
+
+_OF_LISTINGS = ("Name", "IsTruncated", "KeyCount", "Contents", "CommonPrefixes")
 _OF_S3 = ("x-amz-", "x-amzn-", "x-goog-")
 
 
@@ -112,9 +114,10 @@ class VettedClient:
         return answer
 
     async def list_objects_v2(self, **params: Any) -> Mapping[str, Any]:
-        """The SDK's answer, in which an S3 store names the bucket."""
+        """The SDK's answer, in which an S3 store names the bucket; a page is no empty listing."""
         answer = await self._call("list_objects_v2", params)
-        if not self._known and not answer.get("Name"):
+        telling = _OF_LISTINGS if self._known else ("Name",)
+        if not any(name in answer for name in telling):
             raise no_s3_server("list", self._location)
         return answer
 

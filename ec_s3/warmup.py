@@ -144,10 +144,10 @@ class WarmStart:
         self._stats = stats
         self._loaded = 0
         self._mine: set[str] = set()
+        stats.set("warm_start_running", 1)  # whoever waits for its end may look before it runs
 
     async def run(self) -> None:
         """Load until it is enough, host memory is full, or there is nothing more."""
-        self._stats.set("warm_start_running", 1)
         started = time.monotonic()
         try:
             if self._control is not None:  # what an operator forbids is not read first

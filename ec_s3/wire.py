@@ -99,6 +99,7 @@ def encode(
         raise ValueError(f"segments do not have the {spec.nbytes} bytes of {spec}")
     if len(identifier.encode("utf-8", "surrogatepass")) > MAX_IDENTIFIER_BYTES:
         raise ValueError(f"identifier is longer than {MAX_IDENTIFIER_BYTES} bytes")
+    segments = [segment.cast("B") for segment in segments if segment.nbytes]
     layout = Layout.SHUFFLE if spec.dtype in _SHUFFLED else Layout.PLAIN
     itemsize = DTYPE_BYTES[spec.dtype]
     if (
@@ -188,11 +189,11 @@ def _describe(spec: TensorSpec, layout: Layout, chunks: Sequence[object]) -> dic
 
 
 def _chunk_runs(segments: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The segments' bytes, cut into chunks; each chunk as its runs."""
+    """The segments, which are of bytes, cut into chunks; each chunk as its runs."""
     runs: list[memoryview] = []
     room = CHUNK_BYTES
     for segment in segments:
-        rest = segment.cast("B") if segment.nbytes else segment[:0]
+        rest = segment
         while rest.nbytes:
             runs.append(rest[:room])
             rest = rest[room:]

@@ -21,7 +21,7 @@ from ec_s3.refresh import Refresher
 from ec_s3.remote import open_disk, open_store
 from ec_s3.tiers import Tiers
 from ec_s3.uploads import UploadQueue, UploadTargets
-from ec_s3.warmup import AT_ONCE
+from ec_s3.warmup import AT_ONCE, WarmStart
 from ec_s3.writeback import DiskWriteback
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ec_s3.local import LocalTier
     from ec_s3.metrics import Stats
     from ec_s3.pages import Slab
+    from ec_s3.polling import Poll
+    from ec_s3.reader import Reader
     from ec_s3.signing import Keyring
     from ec_s3.store import Store
 
@@ -112,6 +114,15 @@ async def first_pages(slab: Slab) -> None:
     give_up = time.monotonic() + FIRST_PAGES_SECONDS
     while slab.populated_bytes < wanted and time.monotonic() < give_up:  # noqa: ASYNC110 a plain thread populates
         await asyncio.sleep(0.002)
+
+
+def warm_start(
+    config: ECConfig, gate: Gate, *, reader: Reader, control: Poll | None, slab: Slab, stats: Stats
+) -> WarmStart:
+    """What fills host memory from the engine's start on."""
+    return WarmStart(
+        config.warm_start, reader=reader, slab=slab, gate=gate, control=control, stats=stats
+    )
 
 
 def make_fetcher(

@@ -25,6 +25,9 @@ resource "aws_s3_bucket" "this" {
   bucket        = var.bucket_name
   force_destroy = var.force_destroy
   tags          = var.tags
+
+  # Destroyed before the key: a bucket that is not empty stays, and its items stay readable.
+  depends_on = [aws_kms_key.this]
 }
 
 resource "aws_s3_bucket_public_access_block" "this" {

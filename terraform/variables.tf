@@ -58,6 +58,16 @@ variable "further_prefixes" {
     condition     = !contains(keys(var.further_prefixes), var.prefix)
     error_message = "further_prefixes: names `prefix` once more; its age is `expire_days`."
   }
+
+  validation {
+    condition = length(var.further_prefixes) == 0 || (var.prefix != "" && alltrue([
+      for pair in setproduct(
+        concat([var.prefix], keys(var.further_prefixes)),
+        concat([var.prefix], keys(var.further_prefixes)),
+      ) : pair[0] == pair[1] || !startswith(pair[1], "${pair[0]}/")
+    ]))
+    error_message = "further_prefixes: none must lie within another or `prefix`, or around it, as the rights to the outer one are rights to the inner one; put them side by side."
+  }
 }
 
 variable "encryption" {
@@ -78,8 +88,8 @@ variable "kms_key" {
   default     = null
 
   validation {
-    condition     = var.kms_key == null || try(can(regex("^arn:[a-z-]+:kms:[^:]+:[^:]+:key/.+$", var.kms_key.arn)), false)
-    error_message = "kms_key: arn must be a key's ARN (arn:aws:kms:REGION:ACCOUNT:key/ID); a policy cannot name a key by its alias or its bare ID."
+    condition     = var.kms_key == null || try(can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+$", var.kms_key.arn)), false)
+    error_message = "kms_key: arn must be one key's ARN (arn:aws:kms:REGION:ACCOUNT:key/ID); a policy cannot name a key by its alias or its bare ID, and a pattern would let others in."
   }
 
   validation {

@@ -7,7 +7,9 @@ event loop; nothing here outlives the command.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
+import sys
 from pathlib import Path  # noqa: TC003  typer reads the annotations at run time
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,6 +115,8 @@ def demo(
 
 def main() -> None:
     """Entry point of the `ec-s3` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a model need not fit the locale
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -118,7 +118,7 @@ def command(
     tokens: Annotated[int, typer.Option(min=1, help="Rows of an item's tensor.")] = 1024,
     width: Annotated[int, typer.Option(min=1, help="Its columns.")] = 3584,
     encode_ms: Annotated[
-        float, typer.Option(min=0, help="Milliseconds that the encoder takes for it.")
+        float, typer.Option(min=0, max=1e9, help="Milliseconds that the encoder takes for it.")
     ] = 80.0,
 ) -> None:
     """Measure latency and bandwidth of this bucket from here: is fetching quicker than encoding?"""

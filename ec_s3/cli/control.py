@@ -17,8 +17,9 @@ import typer
 from ec_s3.cli.invocation import NamespaceArgument, with_store
 from ec_s3.cli.output import ExitCode, Output, counted, human_seconds
 from ec_s3.control import MAX_DELETED, Control, edit, load
-from ec_s3.errors import CapacityError, ConfigError, ECS3Error, InvalidKeyError
+from ec_s3.errors import CapacityError, ConfigError, ECS3Error, InvalidKeyError, RemoteError
 from ec_s3.keys import CONTROL_NAME, KEY_VERSION, parse_key
+from ec_s3.permissions import SPARED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -104,6 +105,8 @@ async def switch(store: Store, out: Output, namespace: str, *, enabled: bool) ->
 async def invalidate(store: Store, out: Output, namespace: str, before: str) -> ExitCode:
     """Let objects made before a time no longer count."""
     valid_after = parse_time(before)
+    if valid_after < 0:
+        raise ConfigError(f"{before} is before 1970, and so is no object; 0 lets all of them count")
     if valid_after > time.time() + AHEAD_SECONDS:
         raise ConfigError(f"{before} is in the future: until then no new object would count either")
     return await _change(
@@ -145,7 +148,7 @@ def parse_time(text: str) -> float:
     A time without a zone is UTC.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: none of these, or before the epoch, which no document can say.
     """
     if text == "now":
         return time.time()
@@ -157,7 +160,10 @@ def parse_time(text: str) -> float:
         raise ConfigError(
             f"{text!r} is no time: give now, 2026-01-31T12:00:00Z, or seconds since 1970"
         ) from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if seconds < 0:
+        raise ConfigError(f"{text!r} is before 1970; 0 lets objects of any time count")
+    return seconds
 
 
 def spared(key: str, named: str) -> bool:
@@ -173,7 +179,7 @@ async def announce(store: Store, out: Output, keys: Iterable[str], *, whole: boo
     Args:
         store: where the documents lie.
         out: takes the notes.
-        keys: of the items; others are passed over.
+        keys: of the items; of others no more than the folder counts, and that when it is `whole`.
         whole: nothing of their namespaces shall be left, so that whatever was made up to now does
             not count either, whether it is in the bucket or still in a server's memory.
     """
@@ -185,6 +191,9 @@ async def announce(store: Store, out: Output, keys: Iterable[str], *, whole: boo
         try:
             parsed = parse_key(key)
         except InvalidKeyError:
+            if whole:  # a folder may hold documents alone, and its servers still have items
+                with contextlib.suppress(InvalidKeyError):
+                    folders.setdefault(_key(key), [])
             continue
         digests = folders.setdefault(parsed.control_key, [])
         digests.append(parsed.digest)
@@ -197,12 +206,27 @@ async def announce(store: Store, out: Output, keys: Iterable[str], *, whole: boo
         def add(control: Control, digests: list[str] = digests, now: float = now) -> Control:
             return _without(control, digests, now=now, whole=whole)
 
-        try:
-            await edit(store, control_key, add)
-        except ECS3Error as error:
-            told = False
-            out.note(f"running servers are not told ({control_key}): {error}")
+        told &= await _tell(store, out, control_key, add)
     return told
+
+
+async def announce_all(store: Store, out: Output, namespace: str) -> bool:
+    """Tell running servers that nothing of a namespace counts that was made up to now."""
+    now = time.time()
+    return await _tell(
+        store, out, _key(namespace), lambda control: _without(control, [], now=now, whole=True)
+    )
+
+
+async def _tell(
+    store: Store, out: Output, control_key: str, change: Callable[[Control], Control]
+) -> bool:
+    try:
+        _note_if_taken(out, await edit(store, control_key, change))
+    except ECS3Error as error:
+        out.note(f"running servers are not told ({control_key}): {error}")
+        return False
+    return True
 
 
 def _without(control: Control, digests: list[str], *, now: float, whole: bool) -> Control:
@@ -235,11 +259,37 @@ def _key(namespace: str) -> str:
 async def _change(
     store: Store, out: Output, namespace: str, change: Callable[[Control], Control]
 ) -> ExitCode:
-    control = await edit(store, _key(namespace), change)
+    def lean(control: Control) -> Control:
+        return change(control).with_deleted((), until=0.0, now=time.time())
+
+    control = await edit(store, _key(namespace), lean, again=True)
     _report(out, namespace, control)
+    _note_if_taken(out, control)
+    if await _is_empty(store, namespace):
+        out.note(f"nothing is stored in {namespace}: is that its name, as `ec-s3 ls` shows it?")
     if not out.json:
         out.note("running servers follow within a minute")
     return ExitCode.OK
+
+
+async def _is_empty(store: Store, namespace: str) -> bool:
+    """Whether a namespace holds nothing but its control document, as far as that can be seen."""
+    key = _key(namespace)
+    with contextlib.suppress(RemoteError):
+        async for info in store.list(key.removesuffix(CONTROL_NAME)):
+            if info.key != key:
+                return False
+        return True
+    return False
+
+
+def _note_if_taken(out: Output, control: Control) -> None:
+    """Say so if a lifecycle rule takes a switched-off document, which deletions have made large."""
+    if not control.enabled and len(control.pack()) >= SPARED_BYTES:
+        out.note(
+            "the deleted items make the document so large that a lifecycle rule removes it, and "
+            "the switch with it, like an item: say `ec-s3 control disable` again in an hour"
+        )
 
 
 def _report(out: Output, namespace: str, control: Control) -> None:

@@ -109,14 +109,18 @@ def command(
         Path | None, typer.Option(help="YAML file with the prices that differ from the shipped.")
     ] = None,
     reuses: Annotated[
-        float, typer.Option(min=0, help="Fetches of each item from the bucket in a month.")
+        float,
+        typer.Option(min=0, max=1e9, help="Fetches of each item from the bucket in a month."),
     ] = 1.0,
     months: Annotated[
-        float, typer.Option(min=0, help="How long an item is kept, for the break-even.")
+        float,
+        typer.Option(min=0, max=1e9, help="How long an item is kept, for the break-even."),
     ] = 1.0,
     encode_ms: Annotated[
         float | None,
-        typer.Option(min=0, help="The encoder's time for an item, where objects do not say it."),
+        typer.Option(
+            min=0, max=1e9, help="The encoder's time for an item, where objects do not say it."
+        ),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, max=10_000, help="Objects of each namespace to read headers of.")

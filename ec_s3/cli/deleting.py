@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from ec_s3.cli.crew import ATTEMPTS, each, pause
+from ec_s3.cli.namespaces import MANIFEST_NAME
+from ec_s3.cli.output import counted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -28,11 +30,13 @@ class Spool:
     Attributes:
         count: how many.
         nbytes: stored size of their objects.
+        descriptions: those of them that say what the others are; given back last.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.nbytes = 0
+        self.descriptions: list[str] = []
         self._file = tempfile.TemporaryFile("w+", encoding="ascii", newline="\n")  # noqa: SIM115  closed by __exit__
 
     def __enter__(self) -> Self:
@@ -43,11 +47,19 @@ class Spool:
 
     def add(self, key: str, size: int) -> None:
         """Set a key aside; keys are printable ASCII, so a line holds one."""
-        self._file.write(f"{key}\n")
+        if key.endswith(f"/{MANIFEST_NAME}"):
+            self.descriptions.append(key)
+        else:
+            self._file.write(f"{key}\n")
         self.count += 1
         self.nbytes += size
 
     def __iter__(self) -> Iterator[str]:
+        yield from self.described()
+        yield from self.descriptions
+
+    def described(self) -> Iterator[str]:
+        """All but the descriptions."""
         self._file.seek(0)
         for line in self._file:
             yield line[:-1]
@@ -109,6 +121,32 @@ async def delete_keys(
 
     await each(_batches(keys), work, at_once=_BATCHES_AT_ONCE)
     return result
+
+
+async def delete_shown(store: Store, out: Output, spool: Spool) -> Deletion:
+    """`delete_keys` with a bar; whoever breaks it off is told how far it came.
+
+    A folder keeps its description while anything else is left: by that a tenant's are found again.
+    """
+    done = 0
+
+    def count(number: int) -> None:
+        nonlocal done
+        done += number
+        advance(number)
+
+    with out.progress("deleting", spool.count) as advance:
+        try:
+            result = await delete_keys(store, spool.described(), advance=count)
+            if not result.complete:
+                result.failed |= dict.fromkeys(spool.descriptions, "kept: not all else is gone")
+                return result
+            last = await delete_keys(store, spool.descriptions, advance=count)
+        except BaseException:
+            total = counted(spool.count, "object")
+            out.note(f"broken off: at least {done:,} of {total} gone; run it again for the rest")
+            raise
+    return Deletion(result.deleted + last.deleted, last.failed, last.untried)
 
 
 async def _delete(store: Store, batch: Sequence[str]) -> dict[str, str]:

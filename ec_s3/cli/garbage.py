@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ec_s3.cli.targets import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ec_s3.cli.deleting import Spool
     from ec_s3.cli.inventory import Inventory
@@ -28,7 +28,6 @@ class Reason(StrEnum):
     UNKNOWN = "no description"
     SUPERSEDED = "older weights"
     IDLE = "not written to"
-    KEYS = "old key scheme"
     FORMAT = "old format"
     UPLOAD = "unfinished upload"
 
@@ -85,9 +84,13 @@ class Finding:
 
 
 def judge(
-    inventory: Inventory, described: Mapping[str, Description], rules: Rules
+    inventory: Inventory,
+    described: Mapping[str, Description],
+    rules: Rules,
+    *,
+    hidden: Collection[str] = (),
 ) -> list[Finding]:
-    """The namespaces that can go, in key order."""
+    """The namespaces that can go, in key order; of `hidden` ones only idleness is known."""
     folders: dict[str, Finding] = {}
     for namespace, part in inventory.folders.items():
         name = namespace.partition("/")[0]
@@ -104,7 +107,7 @@ def judge(
     for name, folder in folders.items():
         description = described.get(name)
         quiet = inventory.now - folder.newest
-        if quiet >= rules.older_than and description is None:
+        if quiet >= rules.older_than and description is None and name not in hidden:
             folder.reason = Reason.UNKNOWN
         elif (
             quiet >= rules.older_than

@@ -14,16 +14,15 @@ import typer
 
 from ec_s3.cli.control import spared
 from ec_s3.cli.crew import each
-from ec_s3.cli.deleting import Deletion, Spool, delete_keys
+from ec_s3.cli.deleting import Spool, delete_shown
 from ec_s3.cli.garbage import Finding, Reason, Rules, judge
-from ec_s3.cli.inventory import DAY, survey
+from ec_s3.cli.inventory import DAY, is_document, survey
 from ec_s3.cli.invocation import with_store
-from ec_s3.cli.namespaces import describe_all
+from ec_s3.cli.namespaces import describe_all, withheld
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
 from ec_s3.cli.removal import parse_age
 from ec_s3.cli.targets import ROOT, items, namespace_of
 from ec_s3.errors import FrameError, FrameVersionError, RemoteError
-from ec_s3.keys import KEY_VERSION
 
 if TYPE_CHECKING:
     from ec_s3.cli.inventory import Inventory
@@ -94,9 +93,11 @@ async def gc(
     """
     inventory = await survey(store, out)
     described = await describe_all(store, (name.partition("/")[0] for name in inventory.folders))
-    findings = judge(inventory, described, rules)
-    findings += await _old_keys(store, out)
-    blind = False
+    hidden = await withheld(store, inventory.documented - described.keys())
+    for folder in hidden:
+        out.note(f"{folder} is not judged: its description is there, but may not be read")
+    findings = judge(inventory, described, rules, hidden=hidden)
+    blind = bool(hidden)
     with Spool() as spool:
         if rules.formats:
             doomed = {finding.place for finding in findings}
@@ -111,22 +112,6 @@ async def gc(
             return ExitCode.FINDING if blind else ExitCode.OK
         complete = await _delete(store, out, findings, multiparts)
     return ExitCode.FINDING if blind or not complete else ExitCode.OK
-
-
-async def _old_keys(store: Store, out: Output) -> list[Finding]:
-    """Objects of key schemes before this release's."""
-    found = []
-    for version in range(KEY_VERSION):
-        finding = Finding(Reason.KEYS, f"v{version}/")
-        with out.progress("listing") as advance:
-            async for info in store.list(finding.place):
-                advance(1)
-                finding.objects += 1
-                finding.nbytes += info.size
-                finding.newest = max(finding.newest, info.modified or time.time())
-        if finding.objects:
-            found.append(finding)
-    return found
 
 
 async def _old_formats(
@@ -223,7 +208,6 @@ async def _delete(
     store: Store, out: Output, findings: list[Finding], multiparts: Multiparts | None
 ) -> bool:
     """Delete what was found; whether nothing of it is left."""
-    total = Deletion()
     with Spool() as spool:
         for finding in findings:
             if finding.keys is not None:
@@ -231,8 +215,7 @@ async def _delete(
                     spool.add(key, 0)
             elif finding.place:
                 await _set_aside(store, out, finding, spool)
-        with out.progress("deleting", spool.count) as advance:
-            total = await delete_keys(store, spool, advance=advance)
+        total = await delete_shown(store, out, spool)
     aborted = 0
     for upload in (upload for finding in findings for upload in finding.uploads):
         assert multiparts is not None
@@ -253,6 +236,10 @@ async def _delete(
     return total.complete
 
 
+def _is_ours(key: str) -> bool:
+    return namespace_of(key) is not None or is_document(key)
+
+
 async def _set_aside(store: Store, out: Output, finding: Finding, spool: Spool) -> None:
     """Collect the keys of a place, unless somebody has begun to write there again."""
     with Spool() as keys:
@@ -260,7 +247,7 @@ async def _set_aside(store: Store, out: Output, finding: Finding, spool: Spool) 
             if namespace_of(info.key) is not None and info.modified > finding.newest:
                 out.note(f"{finding.place} was written to meanwhile, and is left alone")
                 return
-            if not spared(info.key, finding.place):
+            if _is_ours(info.key) and not spared(info.key, finding.place):
                 keys.add(info.key, info.size)
         for key in keys:
             spool.add(key, 0)

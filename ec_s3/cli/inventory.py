@@ -12,6 +12,7 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ec_s3.cli.namespaces import MANIFEST_NAME
 from ec_s3.cli.targets import ROOT, namespace_of
 from ec_s3.keys import CONTROL_NAME, INDEX_NAME
 
@@ -30,7 +31,7 @@ SAMPLE = 64
 _BOUNDS = [DAY * days for days in AGES]
 _TAIL = re.compile(r"/([0-9a-f]{2})/\1[0-9a-f]{62}")
 _TAIL_LENGTH = 68
-_DOCUMENTS = ("namespace.json", CONTROL_NAME, INDEX_NAME)
+_DOCUMENTS = (MANIFEST_NAME, CONTROL_NAME, INDEX_NAME)
 _STEP = 1000
 
 
@@ -64,12 +65,14 @@ class Inventory:
     Attributes:
         folders: by `Namespace.id`, in key order.
         foreign: objects that are neither items nor documents.
+        documented: folders (`<slug>-<fingerprint>`) that hold a description, whatever it says.
         now: when the listing began, in seconds since the epoch.
     """
 
     now: float
     folders: dict[str, Folder] = field(default_factory=dict)
     foreign: int = 0
+    documented: set[str] = field(default_factory=set)
     _places: dict[str, Folder] = field(default_factory=dict)
 
     def add(self, info: ObjectInfo) -> None:
@@ -98,12 +101,20 @@ class Inventory:
     def _open(self, key: str, place: str) -> Folder | None:
         namespace = namespace_of(key)
         if namespace is None:
+            self.foreign += not is_document(key)
             folder, _, name = key.removeprefix(ROOT).partition("/")
-            self.foreign += not (folder and name in _DOCUMENTS)
+            if name == MANIFEST_NAME:
+                self.documented.add(folder)
             return None
         opened = self.folders.setdefault(namespace, Folder())
         self._places[place] = opened
         return opened
+
+
+def is_document(key: str) -> bool:
+    """Whether a key is of one of a namespace's documents."""
+    folder, _, name = key.removeprefix(ROOT).partition("/")
+    return bool(folder) and name in _DOCUMENTS
 
 
 async def survey(store: Store, out: Output, prefix: str = ROOT) -> Inventory:

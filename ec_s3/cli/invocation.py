@@ -6,6 +6,8 @@ Importing it is cheap; a command's own imports happen when it runs. One process,
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -33,6 +35,10 @@ NamespaceOption = Annotated[
     str | None,
     typer.Option("--namespace", help="Where the identifier belongs, or all of a namespace."),
 ]
+
+
+_PIPE_CLOSED = 141
+"""Exit code of a command whose reader has gone, as of one that the signal for it has killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,11 @@ def finish(context: typer.Context, action: Callable[[ECConfig, Output], int]) ->
         from ec_s3.config import ECConfig
 
         code = action(ECConfig.from_mapping(invocation.arguments), out)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`; there is nobody to tell
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  no file of anybody's
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is buffered goes out at exit
+        code = _PIPE_CLOSED
     except RemoteError as error:
         out.error(error)
         code = ExitCode.REMOTE

@@ -65,6 +65,26 @@ async def describe(store: Store, folder: str) -> Description | None:
     return None if found is None else _parse(bytes(found.body), folder)
 
 
+async def withheld(store: Store, folders: Iterable[str]) -> list[str]:
+    """Those of folders with a description whose description may not be read.
+
+    A store's refusal to show an object looks like its absence, which a listing contradicts.
+
+    Raises:
+        RemoteError: the store failed.
+    """
+
+    def into(nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    hidden = []
+    for folder in sorted(folders):
+        key = f"{ROOT}{folder}/{MANIFEST_NAME}"
+        if await patiently(lambda key=key: store.get(key, into=into, length=1)) is None:  # type: ignore[misc]  # mypy infers no lambda with a default
+            hidden.append(folder)
+    return hidden
+
+
 async def describe_all(store: Store, folders: Iterable[str]) -> dict[str, Description]:
     """The descriptions of those folders that have one, by folder."""
     found: dict[str, Description] = {}
@@ -85,9 +105,9 @@ async def describe_all(store: Store, folders: Iterable[str]) -> dict[str, Descri
 def _parse(body: bytes, folder: str) -> Description | None:
     try:
         document = json.loads(body.decode("utf-8", "surrogatepass"))
+        identity = document.get("namespace") if isinstance(document, dict) else None
+        if not isinstance(identity, dict) or not folder.endswith(f"-{fingerprint_of(identity)}"):
+            return None
     except (ValueError, RecursionError):
-        return None
-    identity = document.get("namespace") if isinstance(document, dict) else None
-    if not isinstance(identity, dict) or not folder.endswith(f"-{fingerprint_of(identity)}"):
         return None
     return Description(identity)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 import textwrap
 from enum import IntEnum
@@ -50,6 +51,13 @@ class ExitCode(IntEnum):
     """Done, and nothing of what was asked for came about: every entry of a job failed."""
 
 
+class _Console(Console):
+    """Leaves it to the command what a reader means that has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Output:
     """Writes results in the form that was asked for.
 
@@ -59,15 +67,19 @@ class Output:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        self._out = Console(highlight=False)
-        self._err = Console(stderr=True, highlight=False)
+        self._out = _Console(highlight=False)
+        self._err = _Console(stderr=True, highlight=False)
 
     def record(self, fields: Mapping[str, object]) -> None:
         """One result for programs, as one line of ASCII JSON."""
         sys.stdout.write(json.dumps(dict(fields), default=str) + "\n")
 
     def line(self, text: str, *, style: str = "") -> None:
-        """One line for people, never wrapped, so that keys can be copied."""
+        """One line for people, never wrapped, so that keys can be copied.
+
+        One it stays whatever the text holds: a name with an end of line in it would else say
+        what the command never said.
+        """
         if not self._out.is_terminal:  # a long listing into a file or pipe
             sys.stdout.write(f"{printable(text)}\n")
             return
@@ -85,7 +97,8 @@ class Output:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table for people; cells fold at the terminal's width, numbers stand right."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        heading = Text(printable(title), style="table.title")
+        table = Table(title=heading, title_justify="left", box=None, pad_edge=False)
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(isinstance(row[index], int) for row in rows)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
@@ -97,19 +110,28 @@ class Output:
         """Something to know beside the result."""
         self._err.print(Text(printable(text)), soft_wrap=True)
 
+    def show_cursor(self) -> None:
+        """Give a terminal its cursor back, for a command that ends in the midst of a bar."""
+        for console in (self._out, self._err):
+            console.show_cursor()
+
     def error(self, error: Exception) -> None:
         """Why the command ends."""
         if self.json:
             self.record({"error": type(error).__name__, "message": str(error)})
         else:
-            self._err.print(Text(f"ec-s3: {printable(str(error))}", style="red"), soft_wrap=True)
+            lines = "\n".join(map(printable, str(error).split("\n")))
+            self._err.print(Text(f"ec-s3: {lines}", style="red"), soft_wrap=True)
 
     def confirm(self, question: str, *, expected: str) -> bool:
         """Whether a person at a terminal typed exactly what was expected."""
-        if self.json or not sys.stdin.isatty():
+        if self.json or sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
             return False
         self.note(question)
-        return input("> ").strip() == expected
+        self._err.print("> ", end="")
+        with _interruptible():
+            typed = sys.stdin.readline().strip()
+        return typed.replace(",", "") == expected  # the question groups its digits
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -134,13 +156,21 @@ class _RateColumn(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends a wait for a person at once: an event loop's handler waits for the loop."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def printable(text: str) -> str:
-    """The text with everything that a terminal would obey written out."""
+    """The text, as one line, with everything that a terminal would obey written out."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -103,7 +103,8 @@ def _print(document: Document, out: Output) -> None:
     if out.json:
         out.record(document)
     else:
-        out.line(json.dumps(document, indent=2))
+        for line in json.dumps(document, indent=2).splitlines():
+            out.line(line)
 
 
 def _table(scope: Scope, out: Output) -> None:

@@ -106,6 +106,9 @@ def prewarm(
         from ec_s3.prewarm.shard import Shard
 
         share = Shard.parse(shard)
+        connector = {name: str(value) for name, value in invocation.arguments.items()}
+        if config.url is not None:
+            connector["url"] = config.url  # the same bucket, whatever the server's options name
         request = Request(
             model=model,
             media=media,
@@ -119,7 +122,7 @@ def prewarm(
             batch_size=batch_size,
             max_requests=max_requests,
             prices=prices,
-            connector={name: str(value) for name, value in invocation.arguments.items()},
+            connector=connector,
         )
         return asyncio.run(run_job(request, config, out))
 

@@ -1,7 +1,7 @@
 """One prewarm job as the command line asks for it: wired, run, told.
 
 One job on one event loop. vLLM is started by the job, and only when there is something to encode. A
-first SIGINT or SIGTERM ends the job after the batch under way.
+first SIGINT, SIGTERM or SIGHUP ends the job after the batch under way, a second one at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes, human_seconds
+from ec_s3.errors import ConfigError
 from ec_s3.prewarm.encoding import EncoderSettings
 from ec_s3.prewarm.estimate import Limits, estimate
 from ec_s3.prewarm.expect import read_expected
@@ -68,7 +71,9 @@ async def run_job(request: Request, config: ECConfig, out: Output) -> ExitCode:
 
     Raises:
         ConfigError: there is nothing to do, vLLM cannot be started, or it does not fit a server.
+        OSError: a file cannot be written.
     """
+    _check_files(request)
     prices = read_prices(request.prices)
     wanted = Wanted(
         media=request.media,
@@ -80,10 +85,13 @@ async def run_job(request: Request, config: ECConfig, out: Output) -> ExitCode:
     )
     with tempfile.TemporaryDirectory(prefix="ec_s3-prewarm-") as scratch:
         async with opened(wanted, config, scratch=Path(scratch)) as job:
+            if request.report is not None:
+                # Now, not after hours, it is told if it cannot be; a killed job's report is empty.
+                request.report.write_text("", encoding="utf-8")
             with (
                 _failures(request.errors, out) as failed,
                 out.progress("prewarm", job.total) as advance,
-                _stopped_by_signals(job),
+                _stopped_by_signals(job, out, scratch),
             ):
                 report = await job.run(Listeners(failed=failed, advance=advance))
     reckoned = None
@@ -93,6 +101,18 @@ async def run_job(request: Request, config: ECConfig, out: Output) -> ExitCode:
             report.tally, prices=prices, limits=limits, requests_an_item=REQUESTS_AN_UPLOAD
         )
     return _tell(out, request, report, reckoned)
+
+
+def _check_files(request: Request) -> None:
+    """Make sure that no file is written over the manifest, or over another one."""
+    media = os.path.expanduser(request.media.removeprefix("file://"))  # noqa: PTH111  never raises
+    taken = {os.path.realpath(media): "the manifest"}
+    for option, path in (("--errors", request.errors), ("--report", request.report)):
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/stdout
+            continue
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigError(f"{option}={path} is {other}, which it would overwrite")
 
 
 def _encoder_settings(request: Request, out: Output) -> EncoderSettings:
@@ -113,16 +133,28 @@ def _encoder_settings(request: Request, out: Output) -> EncoderSettings:
 def _failures(path: Path | None, out: Output) -> Iterator[Callable[[BadEntry], None]]:
     """Tells of entries that failed: the first on standard error, all of them in the file."""
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(path.open("w", encoding="utf-8")) if path is not None else None
+        file = stack.enter_context(path.open("wb", buffering=0)) if path is not None else None
         shown = 0
+        whole = True
+
+        def write(entry: BadEntry) -> None:
+            nonlocal whole
+            row = {"uri": entry.uri, "line": entry.line, "reason": entry.reason}
+            line = json.dumps(row).encode() + b"\n"
+            try:  # unbuffered: a killed job's file is as far as the job was
+                if file is None or file.write(line) == len(line):
+                    return
+                reason = "only a part of an entry could be written"
+            except OSError as error:
+                reason = str(error)
+            if whole:
+                out.note(f"{path} lacks entries: {reason}")
+            whole = False
 
         def failed(entry: BadEntry) -> None:
             nonlocal shown
             shown += 1
-            if file is not None:
-                row = {"uri": entry.uri, "line": entry.line, "reason": entry.reason}
-                file.write(json.dumps(row) + "\n")
-                file.flush()  # a killed job's file is as far as the job was
+            write(entry)
             if shown <= SHOWN_FAILURES:
                 out.note(f"line {entry.line}: {entry.uri or '(no uri)'}: {entry.reason}")
             elif shown == SHOWN_FAILURES + 1:
@@ -132,19 +164,29 @@ def _failures(path: Path | None, out: Output) -> Iterator[Callable[[BadEntry], N
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(job: Job) -> Iterator[None]:
-    """A first signal ends the job after its batch; a second one, at once."""
+def _stopped_by_signals(job: Job, out: Output, scratch: str) -> Iterator[None]:
+    """A first signal ends the job after its batch; a second one, at once, whatever is under way."""
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup, a shell's background
+    ]
+    told = False
 
-    def stop() -> None:
+    def stop(number: signal.Signals) -> None:
+        nonlocal told
+        if told:  # the encoder's process ends with this one
+            shutil.rmtree(scratch, ignore_errors=True)
+            out.show_cursor()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        told = True
         job.stop("told to stop")
-        for number in signals:
-            loop.remove_signal_handler(number)
 
     try:
         for number in signals:
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, stop, number)
     except (RuntimeError, ValueError):
         pass  # not the main thread: whoever runs this has signals of its own
     try:
@@ -164,8 +206,12 @@ def _tell(out: Output, request: Request, report: Report, reckoned: Estimate | No
         **report.record(),
         **({"missing": report.tally.missing, **reckoned.record()} if reckoned else {}),
     }
+    unwritten = None
     if request.report is not None:
-        request.report.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        try:
+            request.report.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            unwritten = error  # it is told all the same
     if out.json:
         out.record(record)
     else:
@@ -173,6 +219,8 @@ def _tell(out: Output, request: Request, report: Report, reckoned: Estimate | No
         out.table(f"prewarm of {request.media}", ("", ""), rows)
     if report.stopped:
         out.note(f"stopped: {report.stopped}; run it again to go on")
+    if unwritten is not None:
+        raise unwritten
     if report.unreachable:
         return ExitCode.REMOTE
     codes = {Outcome.ALL: ExitCode.OK, Outcome.SOME: ExitCode.FINDING}

@@ -114,3 +114,5 @@ def _check_key(header: Header, key: str) -> None:
     digest = identifier_digest(header.identifier)
     if key != f"{ROOT}{header.namespace}/{digest[:2]}/{digest}":
         raise FrameMismatchError("the object lies under another item's key")
+    if header.namespace.rpartition("/")[2] != header.spec.dtype:
+        raise FrameMismatchError(f"the object holds {header.spec.dtype}, unlike its folder")

@@ -7,6 +7,8 @@ line, and appear nowhere.
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ec_s3.cli.control import announce, spared
+from ec_s3.cli.control import announce, announce_all, spared
 from ec_s3.cli.crew import each
-from ec_s3.cli.deleting import Deletion, Spool, delete_keys
+from ec_s3.cli.deleting import Deletion, Spool, delete_shown
 from ec_s3.cli.inventory import survey
-from ec_s3.cli.invocation import IdentifierOption, NamespaceOption, TargetArgument, with_store
+from ec_s3.cli.invocation import IdentifierOption, NamespaceOption, with_store
 from ec_s3.cli.namespaces import describe_all
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes
 from ec_s3.cli.targets import ROOT, Target, absent, matching, namespace_of
@@ -50,7 +52,9 @@ class Since(StrEnum):
 @commands.command("rm", epilog="Example: ec-s3 rm --namespace NAMESPACE --older-than 30d")
 def _rm(
     context: typer.Context,
-    key: TargetArgument = "",
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Object key, or the beginning of keys.")
+    ] = None,
     identifier: IdentifierOption = None,
     namespace: NamespaceOption = None,
     older_than: Annotated[
@@ -72,8 +76,10 @@ def _rm(
     """Delete objects, also from running servers; asks for their number first."""
 
     async def run(store: Store, out: Output, _config: ECConfig) -> int:
+        if key == "":  # a script's unset variable must not select everything
+            raise ConfigError("the key is empty: leave it out to mean every namespace")
         selection = Selection(
-            target=Target(key, identifier, namespace),
+            target=Target(key or "", identifier, namespace),
             before=None if older_than is None else time.time() - parse_age(older_than),
             since=by,
             cache_salt=_secret(cache_salt_file),
@@ -159,14 +165,21 @@ def parse_age(text: str) -> float:
     """Seconds of an age such as `30d`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or its unit is left to a guess: 30 would be seconds and 6m minutes
+            to us, and days and months to whoever loses what is younger.
     """
+    age = text.strip()
     try:
-        return parse_duration(text)
+        seconds = parse_duration(age)
     except ValueError:
+        seconds = math.nan
+    if age[-1:].isdigit() and seconds > 0:
+        seconds = math.nan
+    if math.isnan(seconds) or re.fullmatch(r"[\d. ]+m", age, re.IGNORECASE):
         raise ConfigError(
-            f"{text!r} is no age: give a number with a unit, as in 12h or 30d"
-        ) from None
+            f"{text!r} is no age: give a number with its unit (s, min, h or d), as in 12h or 30d"
+        )
+    return seconds
 
 
 async def rm(store: Store, out: Output, selection: Selection, *, yes: bool) -> ExitCode:
@@ -187,8 +200,7 @@ async def rm(store: Store, out: Output, selection: Selection, *, yes: bool) -> E
             raise ConfigError(f"nothing deleted: {objects}, without --yes or the typed number")
         whole = not selection.filters and all(map(_holds_whole_folders, prefixes))
         told = await announce(store, out, spool, whole=whole)
-        with out.progress("deleting", spool.count) as advance:
-            deletion = await delete_keys(store, spool, advance=advance)
+        deletion = await delete_shown(store, out, spool)
         _report(out, deletion, nbytes=spool.nbytes, told=told, unclear=unclear)
     return ExitCode.OK if told and deletion.complete and not unclear else ExitCode.FINDING
 
@@ -199,7 +211,7 @@ async def _places(store: Store, out: Output, selection: Selection) -> tuple[list
         target = selection.named()
         return [target.prefix() if target.names_something else ROOT], 0
     inventory = await survey(store, out)
-    folders = {name.partition("/")[0] for name in inventory.folders}
+    folders = {name.partition("/")[0] for name in inventory.folders} | inventory.documented
     described = await describe_all(store, folders)
     unknown = folders - described.keys()
     for folder in sorted(unknown):
@@ -229,6 +241,10 @@ async def _set_aside(
                 unclear += 1
                 out.note(f"{info.key} tells nothing of itself: {error}")
                 return
+            if header is None and await _is_listed(store, info.key):
+                unclear += 1
+                out.note(f"{info.key} may not be read")
+                return
             goes = header is not None and selection.admits(header)
         if goes:
             spool.add(info.key, info.size)
@@ -251,6 +267,14 @@ async def _set_aside(
     return unclear
 
 
+async def _is_listed(store: Store, key: str) -> bool:
+    """Whether an object is there: a store's refusal to show it looks like its absence."""
+    async for info in store.list(key):
+        if info.key == key:
+            return True
+    return False
+
+
 async def _nothing(
     store: Store,
     out: Output,
@@ -265,11 +289,14 @@ async def _nothing(
         _report(out, Deletion(), nbytes=0, told=True, unclear=unclear)
         return ExitCode.FINDING if unclear else ExitCode.OK
     [key] = prefixes
-    if namespace_of(key) is not None:
-        if yes:
-            await announce(store, out, [key])
-        else:
-            out.note("with --yes running servers are told to forget it all the same")
+    namespace = selection.target.namespace
+    whole = namespace is not None and _holds_whole_folders(key)
+    if not yes and (whole or namespace_of(key) is not None):
+        out.note("with --yes running servers are told to forget it all the same")
+    elif yes and namespace is not None and whole:
+        await announce_all(store, out, namespace)
+    elif yes:
+        await announce(store, out, [key])
     return absent(out, selection.named())
 
 

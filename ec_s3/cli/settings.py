@@ -113,7 +113,8 @@ def convert(path: Path, out: Output) -> ExitCode:
     if out.json:
         out.record({"settings": settings, "dropped": dropped})
         return ExitCode.OK
-    out.line(yaml.safe_dump(settings, sort_keys=False).rstrip() if settings else "{}")
+    for line in yaml.safe_dump(settings, sort_keys=False).splitlines():
+        out.line(line)
     for name, reason in dropped.items():
         out.note(f"left out {name}: {reason}")
     if "max_local_cpu_size" in settings or "local_disk" in settings:

@@ -17,7 +17,7 @@ import typer
 
 from ec_s3.budget import ByteBudget
 from ec_s3.cli.crew import each, patiently
-from ec_s3.cli.deleting import Deletion, delete_keys
+from ec_s3.cli.deleting import Deletion, Spool, delete_shown
 from ec_s3.cli.invocation import IdentifierOption, NamespaceOption, TargetArgument, with_store
 from ec_s3.cli.objects import bad as say_bad
 from ec_s3.cli.output import ExitCode, Output, counted, human_bytes
@@ -262,21 +262,20 @@ def _asker(out: Output) -> Callable[[int], bool]:
 
 async def _remove(store: Store, out: Output, bad: list[tuple[str, str]]) -> Deletion:
     """Delete those that are still what was checked: a server may have repaired others."""
-    same: list[str] = []
 
     async def compare(item: tuple[str, str]) -> None:
         key, etag = item
         info = await patiently(lambda: store.head(key))
         if info is not None and info.etag == etag:
-            same.append(key)
+            same.add(key, info.size)
 
     async def listed() -> AsyncIterator[tuple[str, str]]:
         for item in bad:
             yield item
 
-    await each(listed(), compare, at_once=AT_ONCE)
-    with out.progress("deleting", len(same)) as advance:
-        return await delete_keys(store, same, advance=advance)
+    with Spool() as same:
+        await each(listed(), compare, at_once=AT_ONCE)
+        return await delete_shown(store, out, same)
 
 
 def _summarise(out: Output, tally: _Tally, deletion: Deletion | None) -> None:

@@ -37,6 +37,14 @@ class _Request:
     error: str | None = None
 
 
+def _packed(number: int, what: str, argument: str) -> bytes:
+    message = {"kind": "ask", "number": number, "what": what, "argument": argument}
+    raw = json.dumps(message).encode()
+    if len(raw) > packets.MAX_MESSAGE:  # would cost the connection, and with it the cache
+        raise ECS3Error(f"the scheduler part could not {what}: {len(raw)} bytes are too long")
+    return raw
+
+
 class Asking:
     """Requests of one rank.
 
@@ -88,10 +96,10 @@ class Asking:
         request = _Request()
         while request.error is None:
             number, request = next(self._numbers), _Request()
+            message = _packed(number, what, argument)
             if self._connected.wait(max(0.0, give_up - time.monotonic())):
                 self._requests[number] = request
-                message = {"kind": "ask", "number": number, "what": what, "argument": argument}
-                self._send(json.dumps(message).encode())
+                self._send(message)
                 if self._closed or not self._connected.is_set():  # since the request was not there
                     request.ended.set()
                 request.ended.wait(max(0.0, give_up - time.monotonic()))

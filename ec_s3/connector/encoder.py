@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ec_s3.connector.encode_only import encode_only_config
 from ec_s3.connector.identity import facts_of, namespace_of
@@ -54,7 +54,11 @@ MAX_REASON = 500
 _ADDRESS = re.compile(r"\s*<\S+ object at 0x[0-9a-f]+>")
 """What Pillow calls a file that is in memory."""
 
+_NO_ANSWER = "vLLM gave no answer in time"
+
 _OUTCOMES = ("denied", "failed", "error", "queue_full", "evicted", "deleted", "disabled", "closed")
+_OF_ITEMS = ("evicted", "deleted")
+"""Those of them that say nothing about the next item."""
 
 
 def open_encoder(settings: EncoderSettings) -> VllmEncoder:
@@ -68,6 +72,13 @@ def open_encoder(settings: EncoderSettings) -> VllmEncoder:
 
 class _EngineFailedError(ECS3Error):
     """VLLM has failed, and will not encode anything any more."""
+
+
+class _Loss(NamedTuple):
+    """Why an output is not in the bucket; see `Failed`."""
+
+    reason: str
+    blameless: bool = False
 
 
 class VllmEncoder:
@@ -108,10 +119,11 @@ class VllmEncoder:
         if isinstance(prepared, Exception):
             return Failed(item=item, reason=_reason(prepared))
         self._prepared[item.line] = prepared
-        first = prepared.features[0]
+        first, *others = prepared.features
         return Identified(
             item=item,
             identifier=first.identifier,
+            others=tuple(feature.identifier for feature in others),
             num_embeds=first.rows,
             nbytes=self._nbytes(prepared),
             input_digest=first.input_digest,
@@ -130,10 +142,10 @@ class VllmEncoder:
             raise ValueError(f"not identified just before: lines {strangers}")
         results: list[Identified | Failed] = []
         for wave in self._waves(items, self._started().room):
-            reasons = self._run([self._prepared.pop(one.item.line) for one in wave])
+            losses = self._run([self._prepared.pop(one.item.line) for one in wave])
             results += [
-                Failed(item=one.item, reason=reason) if reason else one
-                for one, reason in zip(wave, reasons, strict=True)
+                Failed(item=one.item, reason=loss.reason, blameless=loss.blameless) if loss else one
+                for one, loss in zip(wave, losses, strict=True)
             ]
         return results
 
@@ -142,10 +154,10 @@ class VllmEncoder:
             self._engine = _Engine(self._vllm_config)
         return self._engine
 
-    def _run(self, wave: Sequence[Prepared]) -> list[str]:
+    def _run(self, wave: Sequence[Prepared]) -> list[_Loss | None]:
         """As `_Engine.run`; of what vLLM dies of, the entry is found by halves."""
         try:
-            reasons = self._started().run(wave)
+            losses = self._started().run(wave)
         except _EngineFailedError as error:
             self._failures += 1
             self._end_engine()
@@ -153,11 +165,11 @@ class VllmEncoder:
                 raise
             logger.warning("%s; %d entries are tried again", error, len(wave))
             if len(wave) == 1:
-                return [str(error)]
+                return [_Loss(str(error))]
             half = len(wave) // 2
             return [*self._run(wave[:half]), *self._run(wave[half:])]
         self._failures = 0
-        return reasons
+        return losses
 
     def _waves(self, items: Sequence[Identified], room: int) -> Iterator[list[Identified]]:
         """Entries whose outputs lie in half the host memory together, so that none is lost."""
@@ -242,8 +254,8 @@ class _Engine:
                 )
             time.sleep(0.005)
 
-    def run(self, wave: Sequence[Prepared]) -> list[str]:
-        """Encode and upload; for each request why it is not in the bucket, empty if it is.
+    def run(self, wave: Sequence[Prepared]) -> list[_Loss | None]:
+        """Encode and upload; for each request why it is not in the bucket, None if it is.
 
         Raises:
             _EngineFailedError: vLLM has failed.
@@ -253,10 +265,12 @@ class _Engine:
         self._settle()
         self._flush()
         ended = self._uploads() - before
-        for at, prepared in enumerate(wave):
-            if not reasons[at]:
-                reasons[at] = self._missing(prepared, ended)
-        return reasons
+        return [
+            _Loss(reason, blameless=reason == _NO_ANSWER)
+            if reason
+            else self._missing(prepared, ended)
+            for prepared, reason in zip(wave, reasons, strict=True)
+        ]
 
     def _answer(self, wave: Sequence[Prepared]) -> list[str]:
         """Let vLLM answer the requests, which for it means to encode."""
@@ -284,7 +298,7 @@ class _Engine:
                     reasons[at] = "" if end in ("stop", "length") else f"vLLM ended it with {end!r}"
                     give_up = time.monotonic() + STALL_SECONDS
         for at in waiting.values():
-            reasons[at] = "vLLM gave no answer in time"
+            reasons[at] = _NO_ANSWER
         return reasons
 
     def _settle(self) -> None:
@@ -306,15 +320,16 @@ class _Engine:
         stats = self._cache.stats()
         return Counter({name: int(stats.get(f"uploads_{name}", 0)) for name in _OUTCOMES})
 
-    def _missing(self, prepared: Prepared, ended: Counter[str]) -> str:
-        """Why an output is not in the bucket; empty if it is."""
+    def _missing(self, prepared: Prepared, ended: Counter[str]) -> _Loss | None:
+        """Why an output is not in the bucket; None if it is."""
         keys = [self._cache.key_of(feature.identifier) for feature in prepared.features]
         if all(self._cache.is_known_shared(key) for key in keys):
-            return ""
+            return None
         for outcome in _OUTCOMES:
             if ended[outcome] > 0:
-                return f"its output was encoded, but uploads ended as {outcome!r}; see the log"
-        return (
+                reason = f"its output was encoded, but uploads ended as {outcome!r}; see the log"
+                return _Loss(reason, blameless=outcome not in _OF_ITEMS)
+        return _Loss(
             "its output was encoded, but did not fit into the host memory of "
             f"{self.room} bytes; raise max_local_cpu_size"
         )

@@ -165,10 +165,13 @@ class Judge:
             if not self._holds.awaits_grant(item.name):  # the look-up goes on meanwhile
                 self._stats.add("given_up", reason="policy")
                 return "policy"
-        if now >= seen.deadline - GRANT_LEAD_SECONDS:
-            self._ask_grant(seen, item)
         if now < seen.deadline:
+            # Once: whoever is refused pages is looked at again for that, and would ask for ever.
+            if now >= seen.deadline - GRANT_LEAD_SECONDS and item.name not in seen.asked:
+                seen.asked.add(item.name)
+                self._ask_grant(seen, item)
             return None
+        self._ask_grant(seen, item)
         self._stats.add("given_up", reason="deadline")
         return "deadline"
 

@@ -148,11 +148,7 @@ class Scheduler:
             seen = self._first_sight(request, request_id)
         self._current = (request_id, seen)
         reach = self._reach(request, computed)
-        if reach >= seen.end:  # every placeholder is computed
-            if seen.reached < seen.end:
-                self._judge.stops_waiting(request_id, seen)
-                self._holds.let_go_all(request_id, seen)
-            seen.reached = reach
+        if self._is_past(request_id, seen, reach):
             return True
         self._pump()
         now = self._clock()
@@ -176,6 +172,27 @@ class Scheduler:
         self._judge.stops_waiting(request_id, seen)
         if not self._setup.consumer:
             self._save_again(request, request_id, seen)
+        return True
+
+    def freed(self, request: Any) -> None:
+        """The request has used an item; vLLM may not ask for it again for as long as it likes.
+
+        Of a session that has answered, for example, until its client goes on.
+        """
+        request_id = str(request.request_id)
+        seen = self._requests.get(request_id)
+        if seen is not None:
+            ahead = getattr(request, "num_output_placeholders", 0)
+            self._is_past(request_id, seen, request.num_computed_tokens - ahead)
+
+    def _is_past(self, request_id: str, seen: Seen, reach: int) -> bool:
+        """Whether every placeholder is computed; then the request holds nothing any more."""
+        if reach < seen.end:
+            return False
+        if seen.reached < seen.end:
+            self._judge.stops_waiting(request_id, seen)
+            self._holds.let_go_all(request_id, seen)
+        seen.reached = reach
         return True
 
     def _save_again(self, request: Any, request_id: str, seen: Seen) -> None:
@@ -325,6 +342,7 @@ class Scheduler:
         for seen in self._requests.values():
             seen.holds.clear()
             seen.settled.clear()
+            seen.asked.clear()
             seen.shared.clear()
             seen.saved.clear()
         self._mirror.clear()

@@ -150,6 +150,15 @@ class ECS3Connector(ECConnectorBase):  # type: ignore[misc]  # vLLM is untyped a
                 otherwise=None,
             )
 
+    def update_state_after_free(self, request: Any, index: int) -> None:
+        """See vLLM. The request has used an item."""
+        del index  # what matters is whether it was the last
+        side = self._side
+        if side is not None:
+            self._safely(
+                "update_state_after_free", lambda: side.scheduler.freed(request), otherwise=None
+            )
+
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM. This step's orders for the workers."""
         side = self._side

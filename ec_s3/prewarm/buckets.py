@@ -11,7 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ec_s3.errors import ConfigError, ECS3Error, RemoteError
+from ec_s3.errors import (
+    ConfigError,
+    ECS3Error,
+    RemoteError,
+    RemoteThrottledError,
+    RemoteTimeoutError,
+    RemoteUnavailableError,
+)
 from ec_s3.url import S3Location, S3Options
 
 if TYPE_CHECKING:
@@ -25,11 +32,19 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 << 20
 MAX_MEDIA_BYTES = 4 << 30
-"""Largest object that is fetched."""
+"""Largest object or file that is read."""
+
+_AWAY = (RemoteThrottledError, RemoteTimeoutError, RemoteUnavailableError)
 
 
 class MediaError(ECS3Error):
-    """Why one entry's media cannot be used."""
+    """Why one entry's media cannot be used.
+
+    Attributes:
+        away: the bucket gave no answer, however often it was asked; None when it did.
+    """
+
+    away: RemoteError | None = None
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -63,8 +78,11 @@ class MediaBuckets:
         bucket, key = split_uri(uri)
         try:
             size = await self._fetch(self._store(bucket), key, target)
-        except (ConfigError, RemoteError, OSError) as error:
-            raise MediaError(str(error)) from error
+        except (ConfigError, RemoteError, OSError, UnicodeError) as error:
+            failure = MediaError(str(error))
+            if isinstance(error, _AWAY) and error.retryable:
+                failure.away = error
+            raise failure from error
         if not size:
             raise MediaError("an empty object")
         return size

@@ -44,6 +44,7 @@ class Identified:
     Attributes:
         item: the entry.
         identifier: what a server would call it (vLLM's `mm_hash`), the one of the object's key.
+        others: identifiers of its further outputs: a video with its sound has two.
         num_embeds: rows of its encoder output.
         nbytes: size of its encoder output; 0 where only the encoder will tell.
         input_digest: what the encoder will be given, as the object's header has it
@@ -56,14 +57,20 @@ class Identified:
     num_embeds: int
     nbytes: int = 0
     input_digest: str = ""
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """An entry that is not in the bucket, and why."""
+    """An entry that is not in the bucket, and why.
+
+    Attributes:
+        blameless: whether that is no fault of the media: the bucket or vLLM does not answer.
+    """
 
     item: MediaItem
     reason: str
+    blameless: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """An encoder in a process of its own, which media may kill without ending the job.
 
 A decoder that crashes, or memory that runs out, ends a whole process. This one is then started
-again, and the medium is looked for by halves of what the process was given, told, and left out.
+again, and the medium is looked for by halves of what the process was given, told, and left out; one
+of which a decoder finds no end, entry by entry.
 It is in a process group of its own, but in this session: Linux may share out the processors by
 session, and one full of ranks that wait busily can then keep another waiting for a minute. Called
 from one thread at a time. Never imports vLLM: `encoder_process` does, on the other side.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from enum import Enum, auto
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -39,6 +42,10 @@ T = TypeVar("T")
 
 MAX_DEATHS = 16
 """How often in a row the process may die: enough to find one entry among the most of a batch."""
+
+HANG_SECONDS = 600.0
+HANG_SECONDS_AN_ENTRY = 30.0
+"""How long entries may take to be decoded and processed: so long, and so much more for each."""
 
 _LOOK_SECONDS = 0.5
 _END_SECONDS = 30.0
@@ -80,6 +87,10 @@ def open_encoder(settings: EncoderSettings) -> Encoder:
 
 class _DiedError(ECS3Error):
     """The process has ended by itself; the message says how."""
+
+
+class _HungError(_DiedError):
+    """The process gave no answer, and was ended."""
 
 
 class IsolatedEncoder:
@@ -151,23 +162,25 @@ class IsolatedEncoder:
         item_of: Callable[[T], MediaItem],
     ) -> list[Result]:
         """One result for each; the one that the process dies of is found and left out."""
+        if (ended := self._process.ended()) is not None:  # with nothing to do: no entry's fault
+            self._bury(ended, 0)
         try:
             results = call(work)
         except _DiedError as error:
             self._bury(error, len(work))
             if len(work) == 1:
                 return [Failed(item=item_of(work[0]), reason=f"the encoder died of it: {error}")]
-            half = len(work) // 2
-            return [
-                *self._by_halves(work[:half], call, item_of),
-                *self._by_halves(work[half:], call, item_of),
-            ]
+            # To wait for the end of a time limit again and again would cost more than small calls.
+            size = 1 if isinstance(error, _HungError) else -(-len(work) // 2)
+            parts = [work[start : start + size] for start in range(0, len(work), size)]
+            return [one for part in parts for one in self._by_halves(part, call, item_of)]
         self._deaths = 0
         return results
 
     def _identify(self, entries: list[Entry]) -> list[Result]:
         items, data = [item for item, _ in entries], [source for _, source in entries]
-        results: list[Result] = self._process.call("identify", items, data)
+        seconds = HANG_SECONDS + HANG_SECONDS_AN_ENTRY * len(entries)
+        results: list[Result] = self._process.call("identify", items, data, seconds=seconds)
         self._known = {one.item.line for one in results if isinstance(one, Identified)}
         return results
 
@@ -199,7 +212,7 @@ class IsolatedEncoder:
         before = self._process.namespace
         try:
             self._process = _Process(self._settings, self._opener)
-        except _DiedError as again:
+        except ECS3Error as again:
             raise ECS3Error(f"the encoder's process cannot be started again: {again}") from again
         if self._process.namespace != before:
             raise ECS3Error(f"{before.id} has become {self._process.namespace.id} meanwhile")
@@ -210,6 +223,7 @@ class _Process:
 
     namespace: Namespace
     facts: Mapping[str, object]
+    _how = ""
 
     def __init__(self, settings: EncoderSettings, opener: Opener) -> None:
         ours, theirs = socket.socketpair()
@@ -228,23 +242,31 @@ class _Process:
             self.close()
             raise
 
-    def call(self, verb: str, *arguments: object) -> Any:
-        """Let the encoder do something.
+    def ended(self) -> _DiedError | None:
+        """How it has ended; None when it runs."""
+        return None if self._child.poll() is None else _DiedError(self._end())
+
+    def call(self, verb: str, *arguments: object, seconds: float = math.inf) -> Any:
+        """Let the encoder do something, for so long; what encodes has time limits of its own.
 
         Raises:
             _DiedError: it died of that.
+            _HungError: it was not done in time, and is ended.
             ConfigError: what the encoder has raised.
             ECS3Error: likewise.
         """
-        return self._exchange((verb, arguments))
+        return self._exchange((verb, arguments), seconds)
 
-    def _exchange(self, message: object) -> Any:
+    def _exchange(self, message: object, seconds: float = math.inf) -> Any:
+        give_up = time.monotonic() + seconds
         try:
             self._link.send(message)
-            # The encoder has deadlines of its own; here only its end matters. Children of the
-            # child may hold the other end of the link, so that it does not tell.
+            # Children of the child may hold the other end of the link, so that it does not tell.
             while not self._link.poll(_LOOK_SECONDS) and self._child.poll() is None:
-                pass
+                if time.monotonic() > give_up:
+                    self._child.kill()
+                    self._end()
+                    raise _HungError(f"it gave no answer within {seconds:.0f} s")
             kind, value = self._link.recv() if self._link.poll(0) else (Answer.DIED, None)
         except (EOFError, OSError):
             kind, value = Answer.DIED, None
@@ -267,15 +289,20 @@ class _Process:
 
     def _end(self) -> str:
         """Make sure that nothing of it is left; how it has ended."""
+        if self._how:
+            return self._how  # its number may be another's by now
         self._link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_END_SECONDS)  # its link ends before it does
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        code = self._child.wait(_END_SECONDS)
+        try:
+            self._how = _described(self._child.wait(_END_SECONDS))
+        except subprocess.TimeoutExpired:  # in a driver that hangs
+            self._how = "it cannot be ended"
         if self._child.stdin is not None:
             self._child.stdin.close()
-        return _described(code)
+        return self._how
 
 
 def _described(code: int) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 1 << 20
 MAX_URI = 4096
+MAX_NESTING = 32
+"""Of a processor's settings: they travel pickled, which ends at some hundred levels."""
 
 FIELDS = ("uri", "modality", "uuid", "processor")
 """Of an entry; only the first is required."""
@@ -143,10 +145,14 @@ def _parse(given: Mapping[str, object], line: int) -> MediaItem:
     uuid, processor = given.get("uuid"), given.get("processor", {})
     if uuid is not None and not isinstance(uuid, str):
         raise _EntryError("uuid: no text")
+    if uuid is not None and not _is_unicode(uuid):
+        raise _EntryError("uuid: no valid Unicode")
     if uuid is not None and is_request_local(uuid):
         raise _EntryError("uuid: a name of this form is one request's own, and is never stored")
     if not isinstance(processor, dict):
         raise _EntryError("processor: no JSON object of settings")
+    if _is_deeper(processor, MAX_NESTING):
+        raise _EntryError(f"processor: settings of more than {MAX_NESTING} levels")
     return MediaItem(
         line=line,
         uri=uri,
@@ -168,7 +174,23 @@ def _parse_uri(uri: object) -> str:
         )
     if scheme == "s3" and colon and not all(rest.partition("/")[::2]):
         raise _EntryError("uri: names no object; expected s3://bucket/key")
+    if scheme == "s3" and colon and not _is_unicode(uri):
+        raise _EntryError("uri: no valid Unicode, which keys are")  # a file's name may be any bytes
     return uri
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(inner) and (levels == 0 or any(_is_deeper(one, levels - 1) for one in inner))
+
+
+def _is_unicode(text: str) -> bool:
+    """False for halves of surrogate pairs, which JSON can spell, and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_modality(given: object, uri: str) -> Modality:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import glob
 import os
+import posixpath
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,19 +21,23 @@ from typing import TYPE_CHECKING
 
 from ec_s3.cancellation import run_to_end
 from ec_s3.errors import ConfigError
-from ec_s3.prewarm.buckets import MediaError, split_uri
+from ec_s3.prewarm.buckets import MAX_MEDIA_BYTES, MediaError, split_uri
 from ec_s3.prewarm.manifest import BadEntry, modality_of, parse_entry, read_csv, read_jsonl
 from ec_s3.prewarm.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 
+    from ec_s3.errors import RemoteError
     from ec_s3.prewarm.buckets import MediaBuckets
     from ec_s3.prewarm.encoding import MediaItem
     from ec_s3.prewarm.manifest import Entry
 
 READS_AT_ONCE = 8
 """Media that are read at a time; of each, a piece is in memory."""
+
+MAX_UNANSWERED = READS_AT_ONCE
+"""Objects in a row that buckets did not answer for, before that is no single object's fault."""
 
 _READERS = {".jsonl": read_jsonl, ".csv": read_csv}
 
@@ -69,8 +74,8 @@ class Source:
         self._scratch = scratch
         self._shard = shard or Shard()
         self._prefix: tuple[str, str] | None = None
-        self._local = Path(media.removeprefix("file://")).expanduser()
-        self._folder = Path() if media.startswith("s3://") else self._local.parent
+        self._local = _expanded(media.removeprefix("file://"))
+        self._folder = self._local.parent
 
     async def open(self) -> int | None:
         """Find out what it is, and how many entries there are; None when only their end will tell.
@@ -78,6 +83,7 @@ class Source:
         Raises:
             ConfigError: there is nothing of that name, it cannot be read, or holds no entry.
             OSError: a folder cannot be listed.
+            RemoteError: the bucket with the manifest does not answer.
         """
         if self._media.startswith("s3://"):
             uri = self._media.partition("?")[0]
@@ -89,6 +95,8 @@ class Source:
             try:
                 await self._buckets.fetch(uri, self._local)
             except MediaError as error:
+                if error.away is not None:
+                    raise error.away from error
                 raise ConfigError(f"media={uri!r} cannot be read: {error}") from error
         total, mine = await asyncio.to_thread(self._count)
         if not total:
@@ -96,7 +104,12 @@ class Source:
         return mine
 
     async def batches(self, size: int) -> AsyncIterator[list[Entry]]:
-        """The entries, so many at a time; after `open`."""
+        """The entries, so many at a time; after `open`.
+
+        Raises:
+            ConfigError: there is nothing below a prefix.
+            RemoteError: a bucket cannot be listed.
+        """
         batch: list[Entry] = []
         if self._prefix is not None:
             async for entry in self._listed(*self._prefix):
@@ -113,9 +126,15 @@ class Source:
             while batch := await run_to_end(thread, lambda: list(islice(entries, size))):
                 yield batch
 
-    def path_of(self, uri: str) -> Path:
-        """The file that a local entry names; a relative one is relative to its manifest."""
-        return self._folder / Path(uri.removeprefix("file://")).expanduser()
+    def place_of(self, uri: str) -> str | Path:
+        """Where an entry's media are, `s3://` or a file; what is relative is so to its manifest."""
+        if uri.startswith("s3://"):
+            return uri
+        path = _expanded(uri.removeprefix("file://"))
+        if not self._media.startswith("s3://") or path.is_absolute() or uri.startswith("file://"):
+            return self._folder / path
+        bucket, key = split_uri(self._media.partition("?")[0])
+        return f"s3://{bucket}/{posixpath.normpath(posixpath.join(posixpath.dirname(key), uri))}"
 
     def _count(self) -> tuple[int, int]:
         total = mine = 0
@@ -158,6 +177,8 @@ class Source:
             uri = f"s3://{bucket}/{info.key}"
             if self._shard.holds(uri):
                 yield parse_entry({"uri": uri}, line=number)
+        if not number:
+            raise ConfigError(f"media={self._media!r} names nothing to encode")
 
 
 class MediaReader:
@@ -166,9 +187,14 @@ class MediaReader:
     def __init__(self, source: Source, buckets: MediaBuckets) -> None:
         self._source = source
         self._buckets = buckets
+        self._unanswered: list[RemoteError] = []  # since an object was read
 
     async def read(self, entries: Sequence[Entry], scratch: Path) -> list[Media | BadEntry]:
-        """One result an entry, in order; what cannot be read is a bad entry."""
+        """One result an entry, in order; what cannot be read is a bad entry.
+
+        Raises:
+            RemoteError: the buckets do not answer, whatever they are asked for.
+        """
         results: list[Media | BadEntry] = [
             BadEntry(line=entry.line, uri=entry.uri, reason="not read") for entry in entries
         ]
@@ -183,17 +209,26 @@ class MediaReader:
                     results[at] = await self._read(entry, scratch / f"{at}")
                 except MediaError as error:
                     results[at] = BadEntry(line=entry.line, uri=entry.uri, reason=str(error))
+                    if error.away is None:
+                        self._unanswered.clear()
+                    else:
+                        self._unanswered.append(error.away)
+                if len(self._unanswered) >= MAX_UNANSWERED:
+                    return
 
         await asyncio.gather(*(work() for _ in range(READS_AT_ONCE)))
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise self._unanswered[-1]
         return results
 
     async def _read(self, item: MediaItem, target: Path) -> Media:
-        if item.uri.startswith("s3://"):
-            target = target.with_suffix(Path(item.uri).suffix[:16])
-            nbytes = await self._buckets.fetch(item.uri, target)
-            return Media(item=item, path=target, nbytes=nbytes)
-        path = self._source.path_of(item.uri)
-        return Media(item=item, path=path, nbytes=await asyncio.to_thread(_size, path))
+        place = self._source.place_of(item.uri)
+        if isinstance(place, Path):
+            return Media(item=item, path=place, nbytes=await asyncio.to_thread(_size, place))
+        target = target.with_suffix(Path(item.uri).suffix[:16])
+        nbytes = await self._buckets.fetch(place, target)
+        self._unanswered.clear()
+        return Media(item=item, path=target, nbytes=nbytes)
 
 
 def _size(path: Path) -> int:
@@ -206,7 +241,17 @@ def _size(path: Path) -> int:
         raise MediaError("no regular file")
     if not found.st_size:
         raise MediaError("an empty file")
+    if found.st_size > MAX_MEDIA_BYTES:
+        raise MediaError(f"{found.st_size} bytes, and more than {MAX_MEDIA_BYTES} are not read")
     return found.st_size
+
+
+def _expanded(path: str) -> Path:
+    """The path with the home folder in place of `~`; a name that only begins so stays."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

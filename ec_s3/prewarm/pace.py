@@ -78,9 +78,11 @@ class Pace:
         Raises:
             RemoteError: it failed for good, or for too long.
         """
-        give_up = self._clock() + self._retry_seconds
+        give_up = None
         while True:
             await self.turn()
+            if give_up is None:  # at a low rate the first turn may take longer than that
+                give_up = self._clock() + self._retry_seconds
             try:
                 result = await request()
             except RemoteError as error:

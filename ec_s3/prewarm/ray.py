@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class Worker:
         config = ECConfig.from_mapping(self._settings.connector)
         wanted = Wanted(
             media=self._media,
-            open_encoder=self._kept,
+            open_encoder=lambda: self._kept(config),
             mode=Mode(self._settings.batch_size, index=False),
             shard=shard,
             max_requests=self._max_requests,
@@ -130,6 +130,10 @@ class Worker:
         with tempfile.TemporaryDirectory(prefix="ec_s3-prewarm-") as scratch:
             async with opened(wanted, config, scratch=Path(scratch)) as job:
                 report = await job.run(Listeners(failed=failures.append))
+        if report.stopped and not report.unreachable and self._encoder is not None:
+            # A worker whose encoder is gone for good would be given, and fail, share after share.
+            await asyncio.to_thread(self._encoder.end)
+            self._encoder = None
         tally = report.tally
         rows = [{"uri": one.uri, "line": one.line, "reason": one.reason} for one in failures]
         return {
@@ -143,10 +147,12 @@ class Worker:
             "failures": json.dumps(rows),
         }
 
-    def _kept(self) -> Encoder:
+    def _kept(self, config: ECConfig) -> Encoder:
         """The worker's encoder, which outlives its jobs."""
         if self._encoder is None:
-            self._encoder = _Kept(self._start(self._settings))
+            # The job's bucket, whatever the server's options name.
+            connector = {**self._settings.connector, "url": config.url}
+            self._encoder = _Kept(self._start(replace(self._settings, connector=connector)))
         return self._encoder
 
 
@@ -159,6 +165,7 @@ class _Kept:
 
         self.identify = encoder.identify
         self.encode = encoder.encode
+        self.end = encoder.close
 
     def close(self) -> None:
         """Stay."""

@@ -52,12 +52,16 @@ class Tally:
     modalities: dict[str, int] = field(default_factory=dict)
 
     @property
+    def done(self) -> int:
+        """Entries of which all is well."""
+        return self.encoded + self.present + self.duplicates + self.missing
+
+    @property
     def outcome(self) -> Outcome:
         """How much is done; of nothing, all."""
         if not self.failed:
             return Outcome.ALL
-        done = self.encoded + self.present + self.duplicates + self.missing
-        return Outcome.SOME if done else Outcome.NONE
+        return Outcome.SOME if self.done else Outcome.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,9 @@ class Report:
     def outcome(self) -> Outcome:
         """How much is done; a job that was stopped has not done all."""
         outcome = self.tally.outcome
-        return Outcome.SOME if self.stopped and outcome is Outcome.ALL else outcome
+        if self.stopped and outcome is Outcome.ALL:
+            return Outcome.SOME if self.tally.done else Outcome.NONE
+        return outcome
 
     def record(self) -> dict[str, object]:
         """The report as JSON."""

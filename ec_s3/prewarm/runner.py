@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ec_s3.errors import ConfigError, ECS3Error, RemoteError
 from ec_s3.prewarm.encoding import Failed, Identified
@@ -27,7 +27,7 @@ from ec_s3.prewarm.target import Presence, Target, taken
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from ec_s3.prewarm.encoding import Encoder
+    from ec_s3.prewarm.encoding import Encoder, MediaItem
     from ec_s3.prewarm.media import Media, MediaReader, Source
     from ec_s3.prewarm.pace import Pace
     from ec_s3.prewarm.target import Look
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BARREN = 3
-"""Batches in a row of which nothing could be encoded, before a job gives up."""
+"""Batches in a row of which nothing got into the bucket, by no fault of the media."""
 
 REQUESTS_AN_UPLOAD = 2
 """An upload of more than a MiB asks first whether the object is there."""
@@ -129,12 +129,16 @@ class Job:
         self._target: Target | None = None
         self._listeners: Listeners | None = None
         self._counted: set[str] = set()
+        self._twins: dict[int, list[MediaItem]] = {}  # of this batch, by the line of the first
         self._barren = 0
         self._stopped = ""
+        self._waiting: asyncio.Future[Any] | None = None  # for what nobody needs after a stop
 
     def stop(self, reason: str) -> None:
-        """End after the batch under way; on the job's loop."""
+        """End after the batch that is encoded, and without an index; on the job's loop."""
         self._stopped = self._stopped or reason
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def run(self, listeners: Listeners) -> Report:
         """Do all of it.
@@ -152,10 +156,12 @@ class Job:
         try:
             await self._do_all()
             if self._target is not None and self._wants_index:
-                index = await self._target.write_index()
+                index = await self._unless_stopped(
+                    asyncio.ensure_future(self._target.write_index())
+                )
         except ConfigError:
             raise
-        except ECS3Error as error:
+        except (ECS3Error, OSError) as error:  # the latter of a folder, a manifest, or the disk
             self.stop(str(error))
             unreachable = isinstance(error, RemoteError)
         finally:
@@ -178,6 +184,13 @@ class Job:
         # Who is told to stop may have seconds left, and a listing takes minutes.
         return self._mode.index and not self._mode.dry_run and not self._stopped
 
+    async def _unless_stopped(self, work: asyncio.Future[T]) -> T | None:
+        """What the work comes to; None when the job is told to stop meanwhile."""
+        self._waiting = work
+        await asyncio.wait({work})
+        self._waiting = None
+        return None if work.cancelled() else work.result()
+
     async def _do_all(self) -> None:
         async with contextlib.aclosing(self._read_ahead()) as batches:
             async for batch in batches:
@@ -190,7 +203,7 @@ class Job:
         batches = self._read()
         coming = asyncio.ensure_future(anext(batches, None))
         try:
-            while (batch := await coming) is not None:
+            while (batch := await self._unless_stopped(coming)) is not None:
                 coming = asyncio.ensure_future(anext(batches, None))
                 yield batch
         finally:
@@ -221,6 +234,9 @@ class Job:
         try:
             if media:
                 await self._encode(self._unique(await self._identify(media)))
+            twins = sum(map(len, self._twins.values()))
+            tally.duplicates += twins
+            self._advance(twins)
         finally:
             await asyncio.to_thread(shutil.rmtree, batch.scratch)
 
@@ -238,6 +254,7 @@ class Job:
     def _unique(self, results: Sequence[Identified | Failed]) -> list[Identified]:
         """One of each identifier; two media never share one in silence."""
         first: dict[str, Identified] = {}
+        self._twins = {}
         for result in results:
             if isinstance(result, Failed):
                 self._refuse(result.item.line, result.item.uri, result.reason)
@@ -249,8 +266,7 @@ class Job:
                 reason = taken(result, f"line {other.item.line} has it")
                 self._refuse(result.item.line, result.item.uri, reason)
             else:
-                self._tally.duplicates += 1
-                self._advance(1)
+                self._twins.setdefault(other.item.line, []).append(result.item)
         return list(first.values())
 
     async def _encode(self, items: Sequence[Identified]) -> None:
@@ -297,9 +313,9 @@ class Job:
         started = time.monotonic()
         try:
             results = await self._call(lambda: encoder.encode(items))
-        except ConfigError:
-            raise
         except ECS3Error as error:
+            if isinstance(error, ConfigError) and not self._tally.encoded:
+                raise  # it has never started
             lines = ", ".join(str(item.item.line) for item in items)
             raise ECS3Error(f"{error}; it was encoding the entries of lines {lines}") from error
         self._tally.encode_seconds += time.monotonic() - started
@@ -310,12 +326,15 @@ class Job:
         self._tally.encoded += len(done)
         self._tally.output_bytes += sum(item.nbytes for item in done)
         self._advance(len(done))
-        self._barren = 0 if done else self._barren + 1
+        lost = [failure.reason for failure in failures if failure.blameless]
+        self._barren = 0 if done else self._barren + bool(lost)  # bad media never end the job
         if self._barren >= MAX_BARREN:
-            self.stop(f"{MAX_BARREN} batches in a row failed, the last with: {failures[-1].reason}")
+            self.stop(f"{MAX_BARREN} batches in a row failed, the last with: {lost[-1]}")
 
     def _refuse(self, line: int, uri: str, reason: str) -> None:
         self._fail(BadEntry(line=line, uri=uri, reason=reason))
+        for twin in self._twins.pop(line, ()):
+            self._fail(BadEntry(line=twin.line, uri=twin.uri, reason=reason))
 
     def _fail(self, entry: BadEntry) -> None:
         self._tally.failed += 1

@@ -55,6 +55,9 @@ class Look:
     encode_seconds: float | None = None
 
 
+_PRESENT = Look(Presence.PRESENT)
+
+
 class Target:
     """One namespace of the bucket.
 
@@ -119,7 +122,15 @@ class Target:
         return looks
 
     async def _look(self, item: Identified) -> Look:
-        digest = identifier_digest(item.identifier)
+        look = await self._look_for(item, item.identifier)
+        for other in item.others:
+            if look.presence is Presence.PRESENT:
+                found = await self._look_for(item, other)
+                look = look if found.presence is Presence.PRESENT else found
+        return look
+
+    async def _look_for(self, item: Identified, identifier: str) -> Look:
+        digest = identifier_digest(identifier)
         if self._control.deletes(digest, now=time.time()):
             return Look(Presence.UNUSABLE, "deleted by an operator, and may not come back yet")
         key = self._namespace.digest_key(digest)
@@ -130,14 +141,16 @@ class Target:
             if header is None:
                 return Look(Presence.ABSENT)
             header.check(
-                identifier=item.identifier, namespace=self._namespace.id, expect=Expectation()
+                identifier=identifier,
+                namespace=self._namespace.id,
+                expect=Expectation(dtype=self._namespace.dtype),
             )
         except FrameError as error:
             reason = f"the bucket holds an unusable object in its place ({error}); remove {key}"
             return Look(Presence.UNUSABLE, reason)
         if header.created < self._control.valid_after:
             return Look(Presence.ABSENT)
-        return self._judge(item, header)
+        return self._judge(item, header) if identifier == item.identifier else _PRESENT
 
     def _judge(self, item: Identified, header: Header) -> Look:
         bound = header.meta.input_digest

@@ -101,7 +101,7 @@ class PlayedEncoder:
         return [
             item
             if there[item.identifier]
-            else Failed(item=item.item, reason="its upload did not arrive")
+            else Failed(item=item.item, reason="its upload did not arrive", blameless=True)
             for item in items
         ]
 

@@ -392,8 +392,8 @@ class PortTests:
             assert report.complete
             assert (before, port.alive) == (True, False)
             assert port.close(5.0) == report
-            port.reserve(1, "a", 10)
-            port.filled(1, SPEC, ItemMeta())
-            port.release(1)
+            port.want(Want(ticket=1, identifier="a"))
+            port.reserve(2, "b", 10)
+            assert not any(getattr(event, "extents", None) for event in port.poll())
             assert isinstance(port.drain_stats(), dict)
             assert [p for p in (tmp_path / "bucket").rglob("*") if p.is_file()]

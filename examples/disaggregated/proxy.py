@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import json
 import logging
+import signal
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,12 @@ CHAT = "/v1/chat/completions"
 # With these vLLM hashes an identifier once more, so the consumer would look for another item.
 HASHED = ("mm_processor_kwargs", "media_io_kwargs")
 HOP = {"host", "content-length", "transfer-encoding", "connection", "keep-alive", "accept-encoding"}
-MAX_BODY = 1 << 30
+# A body is in memory some six times over for a moment.
+MAX_BODY = 1 << 28
 LOOKUP_SECONDS = 5.0
+# For requests under way when the proxy is told to end.
+DRAIN_SECONDS = 60.0
+NO_ANSWER = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=600)
 
 
@@ -132,7 +137,12 @@ class Proxy:
 
     async def _try(self, request: web.Request, body: bytes) -> web.StreamResponse | None:
         """Answer with the metadata-only request, None when it fails before its first token."""
-        async with self._send(request, body) as answer:
+        async with AsyncExitStack() as stack:
+            try:
+                answer = await stack.enter_async_context(self._send(request, body))
+            except NO_ANSWER as error:
+                logger.warning("no answer to a request without media (%s); sending them", error)
+                return None
             head: bytes | None = b""
             if answer.status == 200 and answer.content_type == "text/event-stream":
                 head = await _opening(answer)
@@ -190,7 +200,7 @@ async def _no_upstream(request: web.Request, handler: Any) -> web.StreamResponse
     """Say in the API's own form that the consumer cannot be reached."""
     try:
         answer: web.StreamResponse = await handler(request)
-    except aiohttp.ClientConnectorError as error:
+    except NO_ANSWER as error:
         message = {"message": f"no consumer: {error}", "type": "BadGateway", "code": 502}
         return web.json_response({"error": message}, status=502)
     return answer
@@ -206,7 +216,12 @@ def application(proxy: Proxy) -> web.Application:
 
 def runner_of(proxy: Proxy) -> web.AppRunner:
     """What serves the routes; a client that hangs up ends its requests upstream, too."""
-    return web.AppRunner(application(proxy), handler_cancellation=True, access_log=None)
+    return web.AppRunner(
+        application(proxy),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=DRAIN_SECONDS,
+    )
 
 
 def placeholders(store: Any, namespace: str) -> Lookup:
@@ -220,7 +235,10 @@ def placeholders(store: Any, namespace: str) -> Lookup:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serve until cancelled."""
+    """Serve until cancelled, or told to end by SIGTERM: what is under way is finished first."""
+    told = asyncio.Event()
+    # The first process of a container would not even end without a handler.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=TIMEOUT))
         lookup = None
@@ -237,7 +255,7 @@ async def serve(options: argparse.Namespace) -> None:
         await site.start()
         host, port = runner.addresses[0][:2]
         print(f"proxy: http://{host}:{port}", flush=True)
-        await asyncio.Event().wait()
+        await told.wait()
 
 
 def main() -> None:

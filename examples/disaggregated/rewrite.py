@@ -23,6 +23,12 @@ MODALITIES = {
     "input_audio": "audio",
 }
 
+ABOUT_THE_ANSWER = (
+    *("stream_options", "max_completion_tokens", "min_tokens", "response_format"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
+)
+"""What a producer, which answers with one token, need not know, and may refuse without the rest."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -55,7 +61,7 @@ def for_producer(body: Json, parts: Sequence[Part]) -> Json:
     chose, the bucket could hold another item.
     """
     request = {**copy.deepcopy(body), "stream": False, "n": 1, "max_tokens": 1}
-    for name in ("stream_options", "max_completion_tokens", "response_format", "tools"):
+    for name in ABOUT_THE_ANSWER:
         request.pop(name, None)
     for part in reversed(parts):
         content = request["messages"][part.message]["content"]

@@ -233,6 +233,40 @@ run "a_prefix_named_twice_is_refused" {
   expect_failures = [var.further_prefixes]
 }
 
+run "a_tenant_within_the_prefix_is_refused" {
+  command = plan
+  variables {
+    further_prefixes = { "ec/team-b" = 7 }
+  }
+  expect_failures = [var.further_prefixes]
+}
+
+run "a_prefix_within_a_tenants_is_refused" {
+  command = plan
+  variables {
+    prefix           = "team/a"
+    further_prefixes = { team = 7 }
+  }
+  expect_failures = [var.further_prefixes]
+}
+
+run "tenants_within_one_another_are_refused" {
+  command = plan
+  variables {
+    further_prefixes = { team = 7, "team/b" = 7 }
+  }
+  expect_failures = [var.further_prefixes]
+}
+
+run "tenants_in_a_bucket_that_is_all_the_caches_are_refused" {
+  command = plan
+  variables {
+    prefix           = ""
+    further_prefixes = { team-b = 7 }
+  }
+  expect_failures = [var.further_prefixes]
+}
+
 run "an_unknown_encryption_is_refused" {
   command = plan
   variables {
@@ -246,6 +280,14 @@ run "a_key_for_sse_s3_is_refused" {
   variables {
     encryption = "s3"
     kms_key    = { arn = "arn:aws:kms:eu-west-1:123456789012:key/given" }
+  }
+  expect_failures = [var.kms_key]
+}
+
+run "a_pattern_of_keys_is_refused" {
+  command = plan
+  variables {
+    kms_key = { arn = "arn:aws:kms:eu-west-1:*:key/0a1b" }
   }
   expect_failures = [var.kms_key]
 }

@@ -30,6 +30,7 @@ from manifests import (
     pods,
     read_settings,
 )
+from terraform_files import TERRAFORM, Module
 
 from ec_s3.cli.app import app
 from ec_s3.cli.output import ExitCode
@@ -37,7 +38,7 @@ from ec_s3.config import ECConfig
 from ec_s3.metric_table import METRICS
 from ec_s3.prewarm.shard import Shard
 from ec_s3.sources import parse_size
-from ec_s3.url import S3Location
+from ec_s3.url import S3Location, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,6 +183,26 @@ class TestReferences:
         pattern = r'namespace\s*=\s*"([^"]+)"\s*service_account\s*=\s*"([^"]+)"'
         assert set(re.findall(pattern, text)) == accounts
 
+    @pytest.mark.parametrize("overlay", SERVERS)
+    def test_place_is_the_one_that_terraform_gives_rights_to(self, overlay: str) -> None:
+        """Elsewhere in the bucket every request is denied."""
+        made = "minio" if overlay.startswith("minio") else "eks"
+        (call,) = (
+            call
+            for call in Module(TERRAFORM / "examples" / made).named("module").values()
+            if "bucket_name" in call
+        )
+        module = Module(TERRAFORM / "examples" / made / call["source"])
+        prefix = call.get("prefix", module.named("variable")["prefix"]["default"])
+        (settings,) = (
+            found["data"]
+            for found in of_kind(overlay, "ConfigMap")
+            if found["metadata"]["name"] == "ec-s3-settings"
+        )
+        location = parse_url(settings["EC_S3_URL"])
+        assert isinstance(location, S3Location)
+        assert (location.bucket, location.prefix) == (call["bucket_name"], prefix)
+
     def test_accounts_are_those_that_minio_is_told_of(self) -> None:
         bindings = manifests.documents(KUBERNETES / "minio/policy-bindings.yaml")
         bound = {tuple(binding["spec"]["application"].values()) for binding in bindings}
@@ -275,6 +296,23 @@ class TestServers:
         assert shutdown >= config.flush_timeout + 5
         pause = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod.spec["terminationGracePeriodSeconds"] >= pause + shutdown + 10
+
+    @pytest.mark.parametrize("overlay", ["eks-disaggregated", "minio-disaggregated"])
+    def test_proxy_may_finish_its_requests(self, overlay: str) -> None:
+        (proxy,) = [pod for pod in pods(overlay) if not pod.uses_bucket]
+        text = (ROOT / "examples/disaggregated/proxy.py").read_text()
+        drain = float(re.findall(r"^DRAIN_SECONDS = (.+)$", text, re.MULTILINE)[0])
+        pause = int(proxy.container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert proxy.spec["terminationGracePeriodSeconds"] >= pause + drain + 5
+
+    @pytest.mark.parametrize("overlay", ["eks-disaggregated", "minio-disaggregated"])
+    def test_no_single_request_takes_the_proxys_memory(self, overlay: str) -> None:
+        (proxy,) = [pod for pod in pods(overlay) if not pod.uses_bucket]
+        text = (ROOT / "examples/disaggregated/proxy.py").read_text()
+        shift = re.findall(r"^MAX_BODY = 1 << (\d+)$", text, re.MULTILINE)[0]
+        copies = 6  # as read, as bytes, decoded, parsed, for the producer as text and as bytes
+        limit = parse_size(proxy.container["resources"]["limits"]["memory"])
+        assert copies << int(shift) < limit
 
     @each(SERVING)
     def test_health_is_what_probes_ask_for(self, overlay: str, pod: Pod) -> None:

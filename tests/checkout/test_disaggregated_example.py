@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ class Server:
     answer: Json = field(default_factory=dict)
     events: tuple[bytes, ...] = ()
     refuse_metadata: bool = False
+    hangs_up: bool = False
     seen: list[Json] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     url: str = ""
@@ -79,6 +80,8 @@ class Server:
         self.seen.append(json.loads(raw) if raw.startswith(b"{") else {"raw": raw.decode()})
         without_media = "image_embeds" in raw.decode()
         refused = self.refuse_metadata and without_media
+        if refused and self.hangs_up:
+            return await hang_up(request)
         if not self.events:
             return web.json_response(self.answer, status=500 if refused else self.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -149,6 +152,19 @@ async def test_consumer_gets_metadata_in_place_of_the_media(example: Any) -> Non
     }
 
 
+async def test_producer_is_asked_for_nothing_that_the_answer_alone_is_about(example: Any) -> None:
+    """vLLM refuses a choice among tools without tools, and more tokens at least than at most."""
+    producer = Server(answer={"ec_transfer_params": {"a": entry(0)}})
+    consumer = Server(answer={"choices": [1]})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asked = {"tools": [tool], "tool_choice": "auto", "min_tokens": 8, "max_tokens": 64}
+    async with running(example, producer, consumer) as client:
+        await client.post(body(picture(), **asked))
+    assert producer.seen[0].keys().isdisjoint({"tools", "tool_choice", "min_tokens"})
+    assert producer.seen[0]["max_tokens"] == 1
+    assert asked.items() <= consumer.seen[0].items()
+
+
 async def test_producer_names_the_media_by_their_content(example: Any) -> None:
     producer = Server(answer={"ec_transfer_params": {"hash": entry(0)}})
     consumer = Server()
@@ -194,24 +210,23 @@ async def test_consumer_gets_the_media_when_the_producer_fails(example: Any, sta
     assert consumer.seen == [request, request]
 
 
+@pytest.mark.parametrize("hangs_up", [False, True], ids=["refuses", "hangs up"])
 @pytest.mark.parametrize("events", [(), (ROLE, TOKEN, DONE)], ids=["whole", "streamed"])
 async def test_consumer_gets_the_media_when_it_cannot_do_without(
-    example: Any, events: tuple[bytes, ...]
+    example: Any, events: tuple[bytes, ...], *, hangs_up: bool
 ) -> None:
     producer = Server(answer={"ec_transfer_params": {"a": entry(0)}})
-    consumer = Server(answer={"choices": [1]}, events=events, refuse_metadata=True)
+    how: Json = {"refuse_metadata": True, "hangs_up": hangs_up}
+    consumer = Server(answer={"choices": [1]}, events=events, **how)
     request = body(picture(), stream=bool(events))
     async with running(example, producer, consumer) as client:
-        status, answer = await client.post(request)
-    assert (status, answer) == (200, b"".join(events) or b'{"choices": [1]}')
+        answer = await client.post(request)
+    assert answer == (200, b"".join(events) or b'{"choices": [1]}')
     assert consumer.contents[0] == [known("a"), TEXT]
     assert consumer.seen[1:] == [request]
 
 
-async def test_tokens_are_passed_on_as_they_come(example: Any) -> None:
-    producer = Server(answer={"ec_transfer_params": {"a": entry(0)}})
-    gate = asyncio.Event()
-
+def stream_until(gate: asyncio.Event) -> Any:
     async def consumer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -220,8 +235,14 @@ async def test_tokens_are_passed_on_as_they_come(example: Any) -> None:
         await response.write(DONE)
         return response
 
+    return consumer
+
+
+async def test_tokens_are_passed_on_as_they_come(example: Any) -> None:
+    producer = Server(answer={"ec_transfer_params": {"a": entry(0)}})
+    gate = asyncio.Event()
     server = Server()
-    server.handle = consumer  # type: ignore[method-assign]  # one that waits
+    server.handle = stream_until(gate)  # type: ignore[method-assign]  # one that waits
     async with (
         running(example, producer, server) as client,
         client.session.post(client.url + CHAT, json=body(picture(), stream=True)) as answer,
@@ -229,6 +250,43 @@ async def test_tokens_are_passed_on_as_they_come(example: Any) -> None:
         assert await answer.content.readexactly(len(ROLE + TOKEN)) == ROLE + TOKEN
         gate.set()
         assert await answer.read() == DONE
+
+
+async def no_more_taken(url: str) -> None:
+    with suppress(aiohttp.ClientConnectorError):
+        while True:
+            async with aiohttp.ClientSession() as session, session.get(f"{url}/health"):
+                pass
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+async def test_proxy_that_is_told_to_end_finishes_what_is_under_way() -> None:
+    gate = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        app = web.Application()
+        app.router.add_post(CHAT, stream_until(gate))
+        upstream = await start(stack, web.AppRunner(app))
+        command = ["proxy.py", f"--producer={upstream}", f"--consumer={upstream}", "--port=0"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, cwd=EXAMPLE, stdout=asyncio.subprocess.PIPE
+        )
+        stack.push_async_callback(ended, process)
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        url = line.decode().removeprefix("proxy: ").strip()
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with session.post(url + CHAT, json=body(stream=True)) as answer:
+            assert await answer.content.readexactly(len(ROLE + TOKEN)) == ROLE + TOKEN
+            process.terminate()
+            await asyncio.wait_for(no_more_taken(url), 30)
+            gate.set()
+            assert await answer.read() == DONE
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_client_that_hangs_up_ends_its_request_upstream(example: Any) -> None:
@@ -260,8 +318,17 @@ async def test_errors_of_the_consumer_are_passed_on(example: Any) -> None:
     assert consumer.seen[-1] == {"raw": "not json"}
 
 
-async def test_client_is_told_when_there_is_no_consumer(example: Any) -> None:
-    async with running(example, Server(), None) as client:
+async def hang_up(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["absent", "ends before it answers"])
+async def test_client_is_told_when_there_is_no_consumer(example: Any, *, there: bool) -> None:
+    consumer = Server()
+    consumer.handle = hang_up  # type: ignore[method-assign]  # no answer at all
+    async with running(example, Server(), consumer if there else None) as client:
         status, answer = await client.post(body())
     assert status == 502
     assert json.loads(answer)["error"]["type"] == "BadGateway"

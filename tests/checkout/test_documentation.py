@@ -245,6 +245,32 @@ def test_commands_and_options_exist(where: str, words: list[str]) -> None:
     assert not getattr(command, "commands", None) or "--version" in words, f"{where}: {words}"
 
 
+def pipeline_steps() -> Iterator[str]:
+    """What the workflow of the page runs with `prewarm` in it."""
+    page = "docs/how-to/prewarm-in-ci.md"
+    texts = (b.text for b in doc_pages.blocks() if b.page == page and b.language == "yaml")
+    workflow = next(found for found in map(yaml.safe_load, texts) if "jobs" in found)
+    steps = workflow["jobs"]["prewarm"]["steps"]
+    return (step["run"] for step in steps if "prewarm" in step.get("run", ""))
+
+
+@pytest.mark.parametrize("script", list(pipeline_steps()))
+def test_the_pipeline_goes_on_after_what_its_table_lets_pass(script: str, tmp_path: Path) -> None:
+    """One picture that cannot be encoded keeps the others from nobody."""
+    stub = tmp_path / "ec-s3"
+    stub.write_text("#!/bin/sh\nexit $CODE\n")
+    stub.chmod(0o755)
+    ended = {
+        code: subprocess.run(
+            ["/bin/sh", "-e", "-c", script],  # as a job in a container runs its steps
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code)},
+            check=False,
+        ).returncode
+        for code in range(5)
+    }
+    assert ended == {0: 0, 1: 0, 2: 2, 3: 3, 4: 4}
+
+
 @pytest.mark.parametrize("page", sorted(doc_pages.pages()))
 def test_commands_named_in_the_text_exist(page: str) -> None:
     named = re.findall(r"`ec-s3 ([a-z]+)", doc_pages.prose(page))
@@ -274,6 +300,15 @@ def test_links_lead_to_pages_and_headings(page: str) -> None:
         assert there.exists(), target
         if anchor and there.suffix == ".md":
             assert anchor in doc_pages.anchors(str(there.resolve().relative_to(ROOT))), target
+
+
+@pytest.mark.parametrize("page", sorted(doc_pages.pages()))
+def test_files_and_make_targets_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)+/?)`", doc_pages.prose(page)))
+    ours = {path for path in named if (ROOT / path.split("/")[0]).exists()}
+    assert not {path for path in ours if not (ROOT / path).exists()}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z-]+)", doc_pages.prose(page))) <= set(targets)
 
 
 # -- architecture ----------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -257,7 +260,106 @@ class TestOutput:
         ]
 
     def test_control_characters_are_written_out(self) -> None:
-        assert printable("a\x1b[0m\u202eb\x00") == r"a\x1b[0m\u202eb\x00"
+        assert printable("a\x1b[0m\u202eb\x00\n") == r"a\x1b[0m\u202eb\x00\n"
+
+    def test_a_title_is_no_markup(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Output().table("In [red]EUR[/]", ("a",), [("b" * 20,)])
+        assert "In [red]EUR[/]" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("typed", "confirmed"), [("1234", True), ("1,234", True), ("12", False), (None, False)]
+    )
+    def test_a_person_types_the_number_as_it_is_shown(
+        self,
+        typed: str | None,
+        confirmed: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        answer = io.StringIO("" if typed is None else f"{typed}\n")
+        monkeypatch.setattr(answer, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", answer)
+        assert Output().confirm("1,234 objects", expected="1234") is confirmed
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", "1,234 objects\n> ")
+
+    def test_nobody_confirms_where_there_is_no_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", None)
+        assert not Output().confirm("one object", expected="1")
+
+    def test_an_interrupt_ends_the_wait_for_a_person(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Interrupted(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+            def readline(self, *_: Any) -> str:  # type: ignore[override]  # typeshed's base has bytes
+                signal.raise_signal(signal.SIGINT)
+                return "1"
+
+        monkeypatch.setattr(sys, "stdin", Interrupted())
+
+        answers: list[bool] = []
+
+        async def ask() -> None:
+            answers.append(Output().confirm("one object", expected="1"))
+
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(ask())
+        assert not answers
+
+    @pytest.mark.parametrize("options", [(), ("--json",)])
+    def test_a_reader_that_goes_ends_a_listing_quietly(
+        self, options: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        (tmp_path / "v1").mkdir()
+        for number in range(3000):  # more than a pipe holds
+            (tmp_path / "v1" / f"{number}-{'x' * 100}").touch()
+        command = [sys.executable, "-m", "ec_s3.cli.app", *options]
+        with subprocess.Popen(
+            [*command, "--url", f"file://{tmp_path}", "ls", "v1/"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 141
+
+    @pytest.mark.parametrize("arguments", [("ls",), ("du",), ("--json", "du")])
+    def test_a_reader_that_has_gone_is_no_finding(
+        self, arguments: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        path = tmp_path / Namespace(model="org/model").object_key("a")
+        path.parent.mkdir(parents=True)
+        path.touch()
+        command = [sys.executable, "-m", "ec_s3.cli.app", "--url", f"file://{tmp_path}"]
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = subprocess.run(
+                [*command, *arguments], stdout=writing, stderr=subprocess.PIPE, check=False
+            )
+        finally:
+            os.close(writing)
+        assert done.returncode == 141
+        assert b"Error" not in done.stderr
+
+    def test_a_name_that_the_terminals_encoding_lacks_is_shown_all_the_same(
+        self, tmp_path: Path
+    ) -> None:
+        space = Namespace(model="\u6a21\u578b")
+        for key in (space.object_key("a"), space.manifest_key):
+            (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / key).write_bytes(space.manifest())
+        shown = subprocess.run(
+            [sys.executable, "-m", "ec_s3.cli.app", "--url", f"file://{tmp_path}", "ls"],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            check=True,
+        )
+        assert rb"\u6a21\u578b" in shown.stdout
 
     def test_records_are_one_ascii_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         Output(json=True).record({"text": "a\nb\u202e"})

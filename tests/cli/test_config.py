@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from ec_s3 import ECConfig
 from ec_s3.cli.app import app
+from ec_s3.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,6 +155,42 @@ class TestFromLMCache:
         path = tmp_path / "lmcache.yaml"
         path.write_text(text)
         assert run("config", "from-lmcache", str(path)).exit_code == 2
+
+    @pytest.mark.parametrize(
+        "value", ["2026-02-30", "!!timestamp x", "!!bool x", "0b_", "9" * 5000, "[" * 2000]
+    )
+    def test_a_value_that_is_none_of_its_kind_is_wrong_usage(
+        self, value: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "odd.yaml"
+        path.write_text(f"a: {value}\n")
+        for arguments in (
+            ("config", "from-lmcache", str(path)),
+            ("--config", str(path), "config"),
+            ("--url", f"file://{tmp_path}", "cost", "--prices", str(path)),
+        ):
+            result = run(*arguments)
+            assert result.exit_code == 2, result.output
+            assert str(path) in result.stderr
+
+    def test_a_broken_url_is_wrong_usage(self, tmp_path: Path) -> None:
+        path = tmp_path / "lmcache.yaml"
+        path.write_text('remote_url: "s3://[bucket"\n')
+        result = run("config", "from-lmcache", str(path))
+        assert result.exit_code == 2
+        assert "not a URL" in result.stderr
+
+    @pytest.mark.parametrize("text", ["salt: do-not-show: this\n", "salt: *do-not-show\n"])
+    def test_a_file_that_is_no_yaml_is_not_repeated(self, text: str, tmp_path: Path) -> None:
+        path = tmp_path / "ec.yaml"
+        path.write_text(text)
+        result = run("--config", str(path), "config")
+        assert result.exit_code == 2
+        assert "line 1" in result.stderr
+        assert "do-not-show" not in result.output
+        with pytest.raises(ConfigError) as caught:
+            ECConfig(config_file=path)
+        assert "do-not-show" not in "".join(traceback.format_exception(caught.value))
 
     def test_a_missing_file_is_wrong_usage(self, tmp_path: Path) -> None:
         assert run("config", "from-lmcache", str(tmp_path / "none.yaml")).exit_code == 2

@@ -15,6 +15,7 @@ from ec_s3.control import MAX_DELETED, Control, load, parse_control
 from ec_s3.directory import DirectoryStore
 from ec_s3.errors import ConfigError
 from ec_s3.keys import Namespace, identifier_digest
+from ec_s3.permissions import SPARED_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +97,53 @@ def test_older_objects_are_declared_invalid_and_the_switch_stays(bucket: Bucket)
     assert control.valid_after == 0
 
 
+LAPSED = {f"{i:064x}": 1.0 for i in range(100)}
+"""Deletions that nobody must be told of any more: nearly 9 KB of a document."""
+
+
+@pytest.mark.parametrize("verb", ["disable", "enable"])
+def test_the_switch_is_small_enough_for_lifecycle_rules_to_leave_it(
+    bucket: Bucket, verb: str
+) -> None:
+    bucket.write(SPACE.control_key, Control(deleted=LAPSED).pack())
+    bucket.run("control", verb, NAME)
+    assert bucket.control() == Control(enabled=verb == "enable")
+    assert (bucket.folder / SPACE.control_key).stat().st_size < SPARED_BYTES
+
+
+def test_a_namespace_of_which_nothing_is_there_is_pointed_out(bucket: Bucket) -> None:
+    assert "nothing is stored in" in bucket.run("control", "disable", NAME).stderr
+    bucket.write(SPACE.object_key("a"), b"x")
+    assert "nothing is stored in" not in bucket.run("control", "disable", NAME).stderr
+
+
+@pytest.mark.parametrize("when", ["1969-12-31", "0001-01-01T00:00:00+23:59"])
+def test_a_time_that_no_document_can_say_breaks_none(bucket: Bucket, when: str) -> None:
+    assert bucket.run("control", "invalidate-before", NAME, when).exit_code == 2
+    assert bucket.run("control", "disable", NAME).exit_code == 0
+
+
+def test_what_is_said_again_is_written_again(bucket: Bucket) -> None:
+    """Where rules know no size, a document's age is all that keeps it."""
+    bucket.run("control", "disable", NAME)
+    path = bucket.folder / SPACE.control_key
+    os.utime(path, (1.0, 1.0))
+    assert bucket.run("control", "disable", NAME).exit_code == 0
+    assert path.stat().st_mtime > 1.0
+
+
+def test_a_switch_that_lifecycle_rules_would_take_is_named(bucket: Bucket) -> None:
+    for number in range(100):
+        bucket.write(SPACE.object_key(str(number)), b"x")
+    bucket.run("control", "disable", NAME)
+    result = bucket.run("rm", f"{SPACE.prefix}/bfloat16/", "--yes")
+    assert result.exit_code == 0
+    assert "say `ec-s3 control disable` again" in result.stderr
+    result = bucket.run("control", "disable", NAME)
+    assert "say `ec-s3 control disable` again" in result.stderr, "the hour is not over"
+    assert "again" not in bucket.run("control", "enable", NAME).stderr
+
+
 @pytest.mark.parametrize(
     "arguments", [("show",), ("disable", "x"), ("enable", "../x"), ("show", "")]
 )
@@ -104,7 +152,9 @@ def test_what_is_no_namespace_is_refused(bucket: Bucket, arguments: tuple[str, .
     assert not list(bucket.folder.rglob("control.json"))
 
 
-@pytest.mark.parametrize("when", ["tomorrow", "9999999999", "2999-01-01", "1e3", "-1", ""])
+@pytest.mark.parametrize(
+    "when", ["tomorrow", "9999999999", "2999-01-01", "1969-12-31T23:59:59Z", "1e3", "-1", ""]
+)
 def test_a_time_that_cannot_be_meant_is_refused(bucket: Bucket, when: str) -> None:
     assert bucket.run("control", "invalidate-before", NAME, "--", when).exit_code == 2
     assert bucket.control() is None

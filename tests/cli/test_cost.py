@@ -44,6 +44,15 @@ def listed(**given: float) -> Prices:
     return Prices(**{**ROUND, **given})  # type: ignore[arg-type]  # texts and numbers by name
 
 
+@pytest.mark.parametrize("option", ["--reuses", "--months", "--encode-ms"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e308"])
+def test_a_number_that_no_bill_can_hold_is_wrong_usage(
+    option: str, value: str, tmp_path: Path
+) -> None:
+    arguments = ["--json", "--url", f"file://{tmp_path}", "cost", option, value]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
 class TestPrices:
     def test_each_figure_is_what_its_price_says(self) -> None:
         p = listed()

@@ -97,12 +97,33 @@ def test_where_deleting_is_denied_only_the_one_probe_is_written(
     proxy: FaultServer, bucket: str
 ) -> None:
     proxy.add(Fault(method="DELETE", status=403))
-    report = examined(proxy, bucket, code=1)
+    report = examined(proxy, bucket)
     assert written(proxy) == {""}
     assert support_of(report, "tagging") == Support.UNKNOWN
     assert support_of(report, "range") == HONOURED
     # Seen in the answers to what the other checks wrote.
     assert support_of(report, "conditional_put") == HONOURED
+
+
+def test_a_server_that_may_not_delete_is_well_and_leaves_next_to_nothing(
+    proxy: FaultServer, bucket: str, s3_server: S3Server
+) -> None:
+    """The roles `writer` and `prewarm`: their pipelines go on, and nothing piles up."""
+    proxy.add(Fault(method="DELETE", status=403))
+    checks = {check["check"]: check for check in examined(proxy, bucket)["checks"]}
+    assert checks["delete"]["status"] == "note"
+    assert "s3:DeleteObject" in checks["delete"]["detail"]
+    assert "maintainer" in checks["delete"]["remedy"]
+    client = s3_server.client()
+    [left] = client.list_objects_v2(Bucket=bucket)["Contents"]
+    client.close()
+    assert left["Size"] <= 1024
+
+
+def test_a_deletion_that_fails_otherwise_is_a_failure(proxy: FaultServer, bucket: str) -> None:
+    proxy.add(Fault(method="DELETE", status=403, code="InvalidAccessKeyId"))
+    checks = {check["check"]: check for check in examined(proxy, bucket, code=1)["checks"]}
+    assert checks["delete"]["status"] == "failed"
 
 
 def test_where_writing_is_denied_no_more_is_tried(proxy: FaultServer, bucket: str) -> None:

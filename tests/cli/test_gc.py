@@ -16,8 +16,10 @@ from ec_s3.cli import gc as module
 from ec_s3.cli.app import app
 from ec_s3.cli.garbage import Rules
 from ec_s3.cli.gc import gc
+from ec_s3.cli.namespaces import _parse
 from ec_s3.cli.output import Output
 from ec_s3.multiparts import Multiparts
+from ec_s3.testing.faults import Fault, FaultServer
 from ec_s3.url import S3Location, S3Options, parse_url
 
 if TYPE_CHECKING:
@@ -114,17 +116,12 @@ class TestFindings:
         bucket.put(SPACE.manifest_key, OTHER.manifest())
         assert reasons(bucket) == {f"{SPACE.prefix}/": "no description"}
 
-    def test_objects_of_older_key_schemes_are_found_and_those_of_newer_ones_are_not(
-        self, bucket: Bucket
-    ) -> None:
-        bucket.put("v0/whatever", b"x" * 10)
-        bucket.put("v2/whatever", b"x" * 10)
-        bucket.put("notes.txt", b"x")
-        [record, total] = bucket.records("gc")
-        assert (record["place"], record["reason"]) == ("v0/", "old key scheme")
-        assert total == {"dry_run": True, "objects": 1, "bytes": 10}
+    def test_what_lies_outside_our_key_scheme_is_no_garbage(self, bucket: Bucket) -> None:
+        for key in ("v0/whatever", "v2/whatever", "notes.txt"):
+            bucket.put(key, b"x" * 10)
+        assert bucket.records("gc")[-1] == {"dry_run": True, "objects": 0, "bytes": 0}
         assert bucket.run("gc", "--yes").exit_code == 0
-        assert bucket.stored() == ["notes.txt", "v2/whatever"]
+        assert bucket.stored() == ["notes.txt", "v0/whatever", "v2/whatever"]
 
     def test_formats_that_no_reader_knows_are_found_on_demand_and_newer_ones_are_not(
         self, bucket: Bucket
@@ -146,8 +143,29 @@ class TestFindings:
     def test_what_is_no_age_is_wrong_usage(self, bucket: Bucket, option: str) -> None:
         assert bucket.run("gc", option, "long").exit_code == 2
 
+    @pytest.mark.parametrize("age", ["30", "6m"])
+    def test_an_age_without_a_clear_unit_is_wrong_usage(self, bucket: Bucket, age: str) -> None:
+        assert bucket.run("gc", "--older-than", age).exit_code == 2
+        assert bucket.run("gc", "--idle", age).exit_code == 2
+
+    def test_a_description_nested_too_deep_is_none(self, bucket: Bucket) -> None:
+        fill(bucket, SPACE, days=40, described=False)
+        for depth in range(880, 1000):
+            nested = "[" * depth + "]" * depth
+            assert _parse(f'{{"namespace": {{"model": {nested}}}}}'.encode(), "x-0") is None
+
 
 class TestDeleting:
+    def test_what_is_not_ours_stays_in_a_folder_that_goes(self, bucket: Bucket) -> None:
+        fill(bucket, SPACE, days=40, described=False)
+        bucket.put(SPACE.index_key, b"index", age=40 * DAY)
+        foreign = [f"{SPACE.prefix}/{name}" for name in ("notes.txt", "bfloat16/00/photo.jpg")]
+        for key in foreign:
+            bucket.put(key, b"x", age=40 * DAY)
+        *_, total = bucket.records("gc", "--yes")
+        assert total["deleted"] == 3
+        assert bucket.stored() == sorted(foreign)
+
     def test_nothing_goes_without_yes(self, bucket: Bucket) -> None:
         fill(bucket, SPACE, days=40, described=False)
         before = bucket.stored()
@@ -194,14 +212,15 @@ class TestDeleting:
     async def test_partial_failure_is_named_and_ends_with_1(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        stuck = "v0/stuck"
+        stuck = SPACE.object_key("stuck")
+        rules = replace(RULES, older_than=0.0)
         store = Refusing({stuck: 99})
-        for key in (stuck, "v0/other"):
+        for key in (stuck, SPACE.object_key("other")):
             await store.put(key, [b"x"])
-        assert await gc(store, Output(json=True), RULES, multiparts=None, yes=True) == 1
+        assert await gc(store, Output(json=True), rules, multiparts=None, yes=True) == 1
         total = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (total["deleted"], total["failed"]) == (1, {stuck: "503 SlowDown"})
-        await gc(store, Output(), RULES, multiparts=None, yes=True)
+        await gc(store, Output(), rules, multiparts=None, yes=True)
         assert f"{stuck}: 503 SlowDown" in capsys.readouterr().out
 
     async def test_a_million_objects_are_judged_and_deleted_in_flat_memory(
@@ -247,6 +266,26 @@ class Cloud:
         result = CliRunner().invoke(app, ["--json", "--url", self.url, *arguments])
         assert result.exit_code == code, result.output
         return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+class TestDenied:
+    def test_a_namespace_whose_description_may_not_be_read_is_left_alone(
+        self, s3_server: S3Server
+    ) -> None:
+        with FaultServer(upstream=s3_server.url) as proxy:
+            name = s3_server.create_bucket()
+            client = s3_server.client()
+            key, body, _ = item("a")
+            client.put_object(Bucket=name, Key=f"p/{key}", Body=body)
+            client.put_object(Bucket=name, Key=f"p/{SPACE.manifest_key}", Body=SPACE.manifest())
+            client.close()
+            proxy.add(Fault(method="GET", path="namespace.json", status=403))
+            url = f"s3://{name}/p?endpoint={proxy.url}&region=us-east-1"
+            arguments = ["--json", "--url", url, "gc", "--older-than", "0s", "--yes"]
+            result = CliRunner().invoke(app, arguments)
+            assert result.exit_code == 1, result.output
+            assert json.loads(result.stdout.splitlines()[-1])["deleted"] == 0
+            assert "may not be read" in result.stderr
 
 
 class TestUploads:

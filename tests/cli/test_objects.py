@@ -112,6 +112,17 @@ class TestStat:
         assert "\u202e" not in text
         assert r"\x1b[31mred\u202e[bold]" in text
 
+    def test_a_name_with_an_end_of_line_adds_no_line(self, bucket: Bucket) -> None:
+        space = Namespace(model="org/model\nv1/forged", dtype="bfloat16")
+        key = bucket.add("x\nsigned by      k1", space)
+        bucket.describe(space)
+        said = bucket.run("stat", key).stdout.splitlines()
+        assert [line for line in said if line.startswith("signed by")] == ["signed by      nobody"]
+        assert r"identifier     x\nsigned by      k1" in said
+        for arguments in (("ls",), ("ls", "--long"), ("du",)):
+            lines = bucket.run(*arguments).stdout.splitlines()
+            assert not any(line.strip().startswith("v1/forged") for line in lines)
+
     def test_an_absent_object_is_a_finding(self, bucket: Bucket) -> None:
         assert bucket.run("stat", SPACE.object_key("a")).exit_code == 1
         assert bucket.records("stat", SPACE.object_key("a"), code=1)[0]["error"] == "absent"

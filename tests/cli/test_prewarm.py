@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -308,3 +309,135 @@ def test_job_that_is_terminated_ends_its_batch_and_reports(tmp_path: Path, media
     found = json.loads(ended.stdout)
     assert (found["encoded"], found["stopped"]) == (4, "told to stop")
     assert "run it again" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--errors", "--report"])
+def test_manifest_is_not_written_over(tmp_path: Path, media: Path, option: str) -> None:
+    manifest = media / "list.jsonl"
+    manifest.write_text('{"uri": "0.png"}\n')
+    (tmp_path / "linked.jsonl").symlink_to(manifest)
+    for path in (manifest, tmp_path / "linked.jsonl"):
+        result = run(tmp_path, manifest, "prewarm", option, str(path))
+        assert result.exit_code == 2
+        assert f"{option}=" in result.stderr
+    assert manifest.read_text() == '{"uri": "0.png"}\n'
+
+
+def test_two_files_may_not_be_one(tmp_path: Path, media: Path) -> None:
+    both = ("--errors", str(tmp_path / "a"), "--report", str(tmp_path / "a"))
+    assert run(tmp_path, media, "prewarm", *both).exit_code == 2
+    nowhere = ("--errors", "/dev/null", "--report", "/dev/null")
+    assert run(tmp_path, media, "prewarm", *nowhere).exit_code == 0
+
+
+def test_report_that_cannot_be_written_is_told_before_anything_is_encoded(
+    tmp_path: Path, media: Path, started: list[EncoderSettings]
+) -> None:
+    result = run(tmp_path, media, "prewarm", "--report", str(tmp_path / "absent" / "report.json"))
+    assert result.exit_code == 2
+    assert "No such file" in result.stderr
+    assert not started
+
+
+def test_report_of_an_earlier_run_does_not_outlive_a_job_that_is_killed(
+    tmp_path: Path, media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "report.json"
+    report.write_text('{"outcome": "all"}')
+
+    def killed(settings: EncoderSettings) -> PlayedEncoder:
+        raise SystemExit(137)
+
+    monkeypatch.setattr(prewarm_job, "open_encoder", killed)
+    assert run(tmp_path, media, "prewarm", "--report", str(report)).exit_code == 137
+    assert report.read_text() == ""
+
+
+def test_full_disk_costs_the_report_file_and_not_the_report(tmp_path: Path, media: Path) -> None:
+    result = run(tmp_path, media, "--json", "prewarm", "--report", "/dev/full")
+    assert result.exit_code == 2
+    first, second = result.stdout.splitlines()
+    assert json.loads(first)["encoded"] == 6
+    assert "No space left" in json.loads(second)["message"]
+
+
+def test_full_disk_costs_the_list_of_failures_and_not_the_job(tmp_path: Path, media: Path) -> None:
+    for number in range(3):
+        (media / f"a{number}.png").touch()
+    result = run(tmp_path, media, "--json", "prewarm", "--errors", "/dev/full")
+    assert result.exit_code == 1
+    found = record(result)
+    assert (found["encoded"], found["failed"], found["stopped"]) == (6, 3, None)
+    assert result.stderr.count("/dev/full lacks entries") == 1
+
+
+def test_encoder_writes_into_the_bucket_that_the_job_looks_into(
+    tmp_path: Path, media: Path, started: list[EncoderSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/bucket"
+    (tmp_path / "bucket").mkdir()
+    monkeypatch.setenv("EC_S3_URL", url)
+    command = ["prewarm", "--model", "m", "--media", str(media)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert started[0].connector["url"] == url
+
+
+_TOLD_TWICE = """
+import os, signal, sys, threading
+from ec_s3.cli import prewarm_job
+from ec_s3.cli.app import app
+from ec_s3.keys import Namespace
+from ec_s3.prewarm.runner import Job
+from ec_s3.testing.encoder import PlayedEncoder
+
+stopping = threading.Event()
+stop = Job.stop
+
+def noticed(job, reason):
+    stop(job, reason)
+    stopping.set()
+
+def told_twice(items):
+    number = int(os.environ["SIGNAL"])
+    os.kill(os.getpid(), number)
+    stopping.wait()
+    os.kill(os.getpid(), number)
+    threading.Event().wait()  # an encoder that has hours to go
+
+Job.stop = noticed
+space = Namespace(model="org/model", dtype="float32")
+prewarm_job.open_encoder = lambda settings: PlayedEncoder(
+    settings.connector, space, on_encode=told_twice
+)
+app()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_second_signal_ends_the_job_at_once_and_leaves_no_media(
+    tmp_path: Path, media: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "scratch").mkdir()
+    command = [sys.executable, "-c", _TOLD_TWICE, "--url", f"file://{tmp_path}/bucket"]
+    command += ["prewarm", "--model", "m", "--media", str(media)]
+    environment = {**os.environ, "TMPDIR": f"{tmp_path}/scratch", "SIGNAL": str(int(number))}
+    ended = subprocess.run(
+        command, check=False, timeout=100, capture_output=True, env=environment, text=True
+    )
+    assert ended.returncode == -number, ended.stderr
+    assert not list((tmp_path / "scratch").glob("ec_s3-prewarm-*"))
+
+
+def test_job_that_shall_outlive_its_terminal_does(tmp_path: Path, media: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    script = _STOPPED.replace("SIGTERM", "SIGHUP")
+    command = [sys.executable, "-c", script, "--json", "--url", f"file://{tmp_path}/bucket"]
+    command += ["prewarm", "--model", "m", "--media", str(media), "--batch-size", "2"]
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    for prefix, encoded, stopped in (([], 4, "told to stop"), (ignoring, 2, None)):
+        ended = subprocess.run(
+            [*prefix, *command], check=False, timeout=100, capture_output=True, text=True
+        )
+        found = json.loads(ended.stdout)
+        assert (found["encoded"], found["stopped"]) == (encoded, stopped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from ec_s3.cli import crew
 from ec_s3.cli.app import app
 from ec_s3.cli.control import DELETED_SECONDS
-from ec_s3.cli.deleting import Spool, delete_keys
+from ec_s3.cli.deleting import Spool, delete_keys, delete_shown
 from ec_s3.cli.output import Output
 from ec_s3.cli.removal import Selection, rm
 from ec_s3.cli.targets import Target
@@ -145,10 +146,25 @@ class TestAge:
         assert len(store.objects) == 1
         assert '"deleted": 0' in capsys.readouterr().out
 
-    @pytest.mark.parametrize("age", ["", "soon", "-1d", "3 weeks"])
+    @pytest.mark.parametrize("age", ["", "soon", "-1d", "3 weeks", "30", "0.5", "6m", "6 M"])
     def test_what_is_no_age_is_wrong_usage(self, bucket: Bucket, age: str) -> None:
         bucket.add("a", age=100 * DAY)
         assert bucket.run("rm", "--older-than", age, "--yes").exit_code == 2
+        assert len(bucket.stored()) == 1
+
+    @pytest.mark.parametrize("age", ["0", "0s", "5 min", "1H", "3600s"])
+    def test_an_age_says_its_unit(self, bucket: Bucket, age: str) -> None:
+        bucket.add("a", age=2 * DAY)
+        [record] = bucket.records("rm", "--older-than", age, "--yes")
+        assert record["deleted"] == 1
+
+    @pytest.mark.parametrize("filters", [(), ("--older-than", "1d"), ("--cache-salt-file", "salt")])
+    def test_an_empty_key_does_not_select_everything(
+        self, bucket: Bucket, filters: tuple[str, ...]
+    ) -> None:
+        bucket.add("a", age=100 * DAY)
+        result = bucket.run("rm", "", *filters, "--yes")
+        assert result.exit_code == 2
         assert len(bucket.stored()) == 1
 
 
@@ -205,6 +221,16 @@ class TestTenant:
             assert control_of(bucket, space).valid_after > time.time()
         [again] = bucket.records("rm", "--salt-file", self.secret(bucket, "hunter2"), "--yes")
         assert (again["deleted"], again["unclear"]) == (0, 0)
+
+    def test_servers_are_told_of_a_tenant_whose_items_have_expired(self, bucket: Bucket) -> None:
+        space = Namespace(model="org/model", salt="hunter2")
+        bucket.describe(space)
+        bucket.add("b", OTHER)
+        bucket.describe(OTHER)
+        [record] = bucket.records("rm", "--salt-file", self.secret(bucket), "--yes")
+        assert (record["deleted"], record["told"]) == (1, True)
+        assert control_of(bucket, space).valid_after > time.time()
+        assert not list((bucket.folder / OTHER.prefix).glob("control.json"))
 
     def test_a_namespace_that_does_not_say_whose_it_is_is_named(self, bucket: Bucket) -> None:
         bucket.add("a")
@@ -278,6 +304,14 @@ class TestServers:
         assert bucket.run("rm", *name, "--yes").exit_code == 1
         assert control_of(bucket).deletes(identifier_digest("a"), now=time.time())
 
+    def test_a_namespace_that_only_servers_hold_is_forgotten_too(self, bucket: Bucket) -> None:
+        bucket.folder.mkdir()
+        name = ("--namespace", SPACE.id.partition("/")[0])
+        assert "--yes" in bucket.run("rm", *name).stderr
+        assert not list(bucket.folder.rglob("control.json"))
+        assert bucket.run("rm", *name, "--yes").exit_code == 1
+        assert control_of(bucket).valid_after > time.time()
+
     @pytest.mark.parametrize("way", ["identifier", "namespace", "age"])
     async def test_a_running_engine_forgets_and_does_not_store_again(
         self, bucket: Bucket, way: str
@@ -322,6 +356,42 @@ class TestDeleting:
         assert list(store.objects) == [keys[700]]
         assert max(store.batches) == 250
         assert store.batches.count(1) >= 3
+
+    async def test_a_description_goes_last_and_only_when_all_else_is_gone(self) -> None:
+        stuck = SPACE.object_key("stuck")
+        store = Refusing({stuck: 4})
+        with Spool() as spool:
+            for key in (SPACE.manifest_key, stuck, SPACE.object_key("a")):
+                await store.put(key, [b"x"])
+                spool.add(key, 1)
+            assert spool.count == 3
+            result = await delete_shown(store, Output(), spool)
+            assert sorted(result.failed) == sorted([stuck, SPACE.manifest_key])
+            assert result.deleted == 1
+            assert sorted(store.objects) == sorted([stuck, SPACE.manifest_key])
+            result = await delete_shown(store, Output(), spool)
+        assert (result.deleted, result.complete, store.objects) == (3, True, {})
+
+    async def test_who_breaks_off_is_told_how_far_it_came(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        class Stopping(MemoryStore):
+            batches = 0
+
+            async def delete(self, keys: Sequence[str]) -> DeleteReport:
+                self.batches += 1
+                if self.batches == 3:
+                    raise asyncio.CancelledError
+                return await super().delete(keys)
+
+        keys = [SPACE.object_key(str(number)) for number in range(2000)]
+        with Spool() as spool:
+            for key in keys:
+                spool.add(key, 1)
+            with pytest.raises(asyncio.CancelledError):
+                await delete_shown(Stopping(), Output(), spool)
+        said = capsys.readouterr().err
+        assert re.search(r"at least [1-9][\d,]* of 2,000 objects gone; run it again", said)
 
     async def test_a_store_that_refuses_everything_is_left_alone(self) -> None:
         keys = [SPACE.object_key(str(number)) for number in range(5000)]
@@ -422,6 +492,16 @@ class TestS3:
         assert "grant s3:DeleteObject" in failed[SPACE.object_key("b")]
         assert record["deleted"] == 2
         assert self.run(cloud, "verify", "v1/", code=0)["checked"] == 1
+
+    def test_an_item_that_may_not_be_read_is_named_and_not_taken_for_somebody_elses(
+        self, proxy: FaultServer, cloud: str, tmp_path: Path
+    ) -> None:
+        salt = tmp_path / "salt"
+        salt.write_text("hunter2")
+        path = f"^[^?]*{identifier_digest('b')}"  # and no listing
+        proxy.add(Fault(method="GET", path=path, status=403))
+        record = self.run(cloud, "rm", "--cache-salt-file", str(salt), "--yes", code=1)
+        assert (record["deleted"], record["unclear"]) == (0, 1)
 
     def test_a_slower_pace_is_kept_until_all_are_gone(self, proxy: FaultServer, cloud: str) -> None:
         proxy.add(Fault(method="DELETE", path=identifier_digest("b"), status=503, times=4))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -177,3 +178,20 @@ def test_the_size_of_a_tensor_is_known_before_it_is_read(
     (source,) = tensor_files([tmp_path], SPACE)
     assert isinstance(source, Source)
     assert source.nbytes == 15 * dtype.itemsize == source.load().nbytes
+
+
+def test_folder_that_cannot_be_listed_is_not_left_out_in_silence(
+    folder: Command, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def denied(path: str) -> object:
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    failed, report = folder.records("upload", str(outputs), "--model", "org/model", code=1)
+    assert failed["item"] == str(outputs / "more")
+    assert "cannot be listed" in failed["error"]
+    assert (report["written"], report["failed"]) == (3, 1)

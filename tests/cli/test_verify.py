@@ -16,6 +16,8 @@ from ec_s3.cli.targets import Target
 from ec_s3.cli.verify import AT_ONCE, Sample, parse_sample, verify
 from ec_s3.errors import ConfigError, RemoteThrottledError, RemoteUnavailableError
 from ec_s3.testing.memory import MemoryStore
+from ec_s3.types import ItemMeta, TensorSpec
+from ec_s3.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +82,19 @@ class TestReport:
         result = bucket.run("verify", "v1/")
         assert "5 bad (4 corrupt, 1 mismatch)" in result.stdout
         assert SPACE.object_key("moved") in result.stdout
+
+    def test_a_tensor_of_another_dtype_than_its_folder_is_bad(self, bucket: Bucket) -> None:
+        frame = encode(
+            TensorSpec("int16", (2, 2)),
+            [memoryview(bytes(8))],
+            identifier="a",
+            namespace=SPACE.id,
+            meta=ItemMeta(),
+            created=1.0,
+        )
+        bucket.put(SPACE.object_key("a"), b"".join(bytes(part) for part in frame.parts))
+        (record, _) = bucket.records("verify", "v1/", code=1)
+        assert record["reason"] == "mismatch", "a server refuses it"
 
     def test_an_object_above_the_cap_is_not_read(
         self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch

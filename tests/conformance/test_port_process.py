@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from ec_s3 import child
 from ec_s3.child import ProcessPort
 from ec_s3.errors import ConfigError, ECS3Error
+from ec_s3.header import pack_header
 from ec_s3.port import Absent, Ready, Want
 from ec_s3.restart import RestartingPort
 from ec_s3.testing.port_conformance import (
@@ -33,7 +35,8 @@ from ec_s3.testing.port_conformance import (
     want,
 )
 from ec_s3.testing.weight_conformance import WeightTests
-from ec_s3.types import ItemMeta, MissReason
+from ec_s3.types import ItemMeta, MissReason, TensorSpec
+from ec_s3.wire import encode
 
 if TYPE_CHECKING:
     from ec_s3.pages import Slab
@@ -220,6 +223,43 @@ def test_child_flushes_and_ends_when_its_parent_is_killed(tmp_path: Path) -> Non
         finally:
             os.kill(bystander, signal.SIGKILL)
     assert objects(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["EC_S3_CONFIG", "LMCACHE_CONFIG_FILE"])
+def test_child_needs_no_file_that_its_parent_has_read(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(f"file://{tmp_path}/bucket")
+    monkeypatch.setenv(variable, str(tmp_path / "gone.yaml"))  # it may start again days later
+    with make_slab() as slab:
+        port = ProcessPort(settings, NAMESPACE, slab)
+        save(port, slab, "a")
+        assert port.close(5.0).complete
+    assert objects(tmp_path)
+
+
+def test_hostile_metadata_of_an_object_keeps_nobody_waiting(tmp_path: Path) -> None:
+    head = encode(
+        TensorSpec(NAMESPACE.dtype, (0, 4)),
+        [],
+        identifier="a",
+        namespace=NAMESPACE.id,
+        meta=ItemMeta(),
+        created=1.0,
+    ).parts[0]
+    metadata: dict[str, object] = {}
+    for _ in range(600):  # the child could read that, and not hand it on
+        metadata = {"x": metadata}
+    fields = {**json.loads(bytes(head)[24:-16]), "placeholder": metadata}
+    path = tmp_path / "bucket" / NAMESPACE.object_key("a")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(pack_header(fields))
+    with make_slab() as slab:
+        port = ProcessPort(config(f"file://{tmp_path}/bucket"), NAMESPACE, slab)
+        answer = want(port, "a")
+        assert isinstance(answer, Absent)
+        assert answer.reason is MissReason.CORRUPT
+        port.close(5.0)
 
 
 def test_settings_that_the_child_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import small_engine
 from small_engine import SmallEngine, prompt, until
 
+from ec_s3.connector import packets
 from ec_s3.connector.asking import RESUME, SUSPEND, Asking, WeightChanges
 from ec_s3.connector.link import RankHub, RankLink
 from ec_s3.control import Control
@@ -155,6 +156,20 @@ def test_what_goes_wrong_is_told_to_the_rank_and_costs_nothing_else(
     rank.ask(RESUME, "x", timeout=20)
     until(lambda: hub.ready, "both ranks are there")
     assert "could not be done" in caplog.text
+
+
+@pytest.mark.parametrize("length", [packets.MAX_MESSAGE, 1 << 20])
+def test_a_name_too_long_to_be_sent_is_refused_and_costs_nothing_else(
+    engine: Engine, length: int
+) -> None:
+    hub = engine.open()
+    rank = engine.join(0)
+    engine.join(1)
+    with pytest.raises(ECS3Error, match=r"could not resume: .* too long"):
+        rank.ask(RESUME, "x" * length, timeout=2)
+    rank.ask(RESUME, "x", timeout=20)
+    assert engine.asked == [(RESUME, "x")]
+    until(lambda: hub.ready, "both ranks are there")
 
 
 def test_a_request_whose_connection_broke_is_made_again(engine: Engine, slab: Slab) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from ec_s3.connector.encoder import VllmEncoder
+    from ec_s3.connector.encoder import VllmEncoder, _Loss
     from ec_s3.connector.preparing import Prepared
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own, as it starts
@@ -534,15 +534,16 @@ class Engine:
         self._reasons = reasons or {}
         self._deadly = set(deadly)
 
-    def run(self, wave: Sequence[Prepared]) -> list[str]:
-        from ec_s3.connector.encoder import _EngineFailedError
+    def run(self, wave: Sequence[Prepared]) -> list[_Loss | None]:
+        from ec_s3.connector.encoder import _EngineFailedError, _Loss
 
         assert not self.closed
         names = [prepared.features[0].identifier for prepared in wave]
         self.waves.append(names)
         if not self._deadly.isdisjoint(names):
             raise _EngineFailedError("vLLM has failed: out of memory")
-        return [self._reasons.get(name, "") for name in names]
+        reasons = [self._reasons.get(name) for name in names]
+        return [_Loss(reason, blameless=True) if reason else None for reason in reasons]
 
     def close(self) -> None:
         self.closed = True
@@ -584,7 +585,7 @@ def test_what_is_not_in_the_bucket_has_failed_with_its_reason_and_the_others_hav
     found = four(encoder)
     results = encoder.encode(found)
     assert results[:2] + results[3:] == found[:2] + found[3:]
-    assert results[2] == Failed(item=found[2].item, reason="no room")
+    assert results[2] == Failed(item=found[2].item, reason="no room", blameless=True)
 
 
 def test_entry_that_vllm_dies_of_is_found_and_the_others_are_encoded(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from real_layouts import Layout, make_config
 from real_scheduler import ROWS, RealScheduler
+from vllm_play import spec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own, as it starts
 
@@ -127,6 +128,26 @@ def test_nothing_that_vllm_does_ends_the_engine_or_leaves_anything_behind(
         assert counted[what], f"too tame: nothing was {what}"
     if layout.role != "producer":
         assert counted["loaded"] > 10, "too tame: little was loaded"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_session_that_has_answered_holds_nothing_until_its_client_goes_on(
+    folder: str, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    layout = Layout(role="consumer", ahead=ahead)
+    config: Any = make_config(folder, layout)
+    for seed in range(4):  # they differ in how long the answer is
+        engine = RealScheduler(config, layout, monkeypatch, seed=seed)
+        port = engine.play.port
+        port.items.update({name: spec(rows) for name, rows in ROWS.items()})
+        engine.arrive(list(ROWS), [False] * len(ROWS), stream=True)
+        for _ in range(40):
+            engine.ranks_answer(all_of_them=True)
+            engine.step()
+        assert engine.vllm.requests, "the session waits for its client"
+        assert engine.counted["loaded"] == len(ROWS) * engine.ranks
+        engine.play.idle(tokens=1)
+        assert not port.leases
 
 
 @pytest.mark.slow

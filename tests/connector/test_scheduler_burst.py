@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from vllm_play import Play, Request, feature
 
-from ec_s3.connector.scheduler import NEW_ITEMS_PER_STEP
+from ec_s3.connector.judge import GRANT_LEAD_SECONDS
+from ec_s3.connector.scheduler import NAP_SECONDS, NEW_ITEMS_PER_STEP
 
 ITEMS = 4
 BURST = 256
@@ -61,3 +63,37 @@ def test_requests_that_decode_are_not_held_up_by_a_burst() -> None:
     for request in burst(play):
         play.scheduler.ensure(request, 0)
     assert play.scheduler.ensure(decoding, 5)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_pages_that_are_refused_are_not_asked_for_again_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    play = Play(fetch_timeout=1.0)
+    request = play.request(feature())
+    asked = []
+    reserve = play.port.reserve
+
+    def count(ticket: int, identifier: str, nbytes: int) -> None:
+        asked.append(play.now)
+        reserve(ticket, identifier, nbytes)
+
+    monkeypatch.setattr(play.port, "reserve", count)
+    play.port.room, play.port.slow = False, slow
+    assert not play.scheduler.ensure(request, 0)
+    play.now = 1.0 - GRANT_LEAD_SECONDS
+    for _ in range(50):
+        assert not play.scheduler.ensure(request, 0)
+        play.idle()
+        play.port.deliver()
+        play.now += NAP_SECONDS / 50
+    assert len(asked) <= 2
+
+
+def test_a_request_out_of_patience_that_is_refused_pages_goes_on_at_once() -> None:
+    play = Play(patience=lambda _nbytes, _waited: False)
+    request = play.request(feature())
+    play.port.room, play.port.slow = False, True
+    assert not play.scheduler.ensure(request, 0)
+    play.port.deliver()
+    assert play.scheduler.ensure(request, 0)

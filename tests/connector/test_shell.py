@@ -122,6 +122,7 @@ def test_requests_go_through_the_shell(inside: Inside) -> None:
     inside.connector.update_state_after_alloc(request, 0)
     metadata = inside.connector.build_connector_meta(Output())
     assert [order.identifier for order in metadata.loads] == ["a"]
+    inside.connector.update_state_after_free(request, 0)
     assert inside.connector.request_finished(request) == (False, None)
     assert inside.connector.take_unavailable_requests() == set()
     assert not inside.connector.has_pending_push_work()
@@ -191,6 +192,7 @@ def test_metadata_counts_as_vllms(vllm: Any) -> None:
         ("ensure_cache_available", "ensure", lambda p: (p.request(feature()), 0), True),
         ("has_cache_item", "has", lambda _: ("a",), False),
         ("update_state_after_alloc", "allocated", lambda p: (p.request(feature()), 0), None),
+        ("update_state_after_free", "freed", lambda p: (p.request(feature()), 0), None),
         ("request_finished", "finished", lambda p: (p.request(feature()),), (False, None)),
         ("take_unavailable_requests", "take_unavailable", lambda _: (), set()),
     ],

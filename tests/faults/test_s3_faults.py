@@ -632,6 +632,8 @@ async def test_a_multipart_upload_that_cannot_be_aborted_is_told(
     with pytest.raises(RemoteDeniedError):
         await store.put("k", [memoryview(bytes(1 << 20))] * 65)
     assert "could not be aborted" in caplog.text
+    assert "its parts: 403 AccessDenied" in caplog.text
+    assert "Traceback" not in caplog.text, "it ends in what the store has said"
     await store.aclose()
 
 

@@ -155,7 +155,8 @@ another to fail, the run would fail. Servers that nobody can run on a machine ar
 [test your own stack](../how-to/test-your-own-stack.md).
 
 `ceph` is Ceph's radosgw over http, `ceph-https` the same over https with a certificate authority of
-its own, `juicefs` the JuiceFS gateway, whose front end is MinIO's of 2021, and `moto` a mock.
+its own, `juicefs` the JuiceFS gateway, whose front end is MinIO's of 2021, `swift` OpenStack Swift
+with `s3api`, and `moto` a mock.
 
 """
 

@@ -216,7 +216,9 @@ async def test_a_large_object_is_written_in_parts_of_that_framing(
 # 5. Old servers refuse the SDK's batches of deletions, which come without Content-MD5.
 
 
-@pytest.mark.parametrize("real_server", ["ceph-https", "seaweedfs", "juicefs"], indirect=True)
+@pytest.mark.parametrize(
+    "real_server", ["ceph-https", "seaweedfs", "juicefs", "swift"], indirect=True
+)
 @pytest.mark.smoke
 async def test_many_keys_are_deleted_whatever_the_server_thinks_of_batches(
     open_store: Callable[..., S3Store], real_server: RealServer, real_bucket: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ec_s3.errors import ConfigError, ECS3Error
@@ -12,7 +14,6 @@ from ec_s3.testing.encoder import PlayedEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ec_s3.prewarm.encoding import Encoder, EncoderSettings, Failed, Identified, MediaItem
 
@@ -27,6 +28,10 @@ class MortalEncoder(PlayedEncoder):
     ) -> list[Identified | Failed]:
         if any("kills-decoder" in item.uri for item in items):
             os.kill(os.getpid(), signal.SIGSEGV)
+        for item in items:
+            if "hangs-decoder" in item.uri:
+                Path(item.uri).with_suffix(".hangs").touch()
+                threading.Event().wait()
         return super().identify(items, data)
 
     def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:

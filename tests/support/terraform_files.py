@@ -209,6 +209,8 @@ def the_bucket_is_private_and_encrypted(root: Path) -> None:
     (rule,) = module.resource("aws_s3_bucket_server_side_encryption_configuration")["rule"]
     assert rule["bucket_key_enabled"] == '${var.encryption == "kms"}'
     assert module.resource("aws_kms_key")["enable_key_rotation"] is True
+    # Destroyed after the bucket, so not at all where the bucket stays.
+    assert module.resource("aws_s3_bucket")["depends_on"] == ["${aws_kms_key.this}"]
     forms = {form for form, _, _ in module.resources()}
     assert not forms & {"aws_s3_bucket_acl", "aws_s3_bucket_versioning"}
     waits = module.resource("aws_s3_bucket_policy")["depends_on"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,27 @@ def opened(applied: Applied) -> Iterator[Applied]:
     yield applied
     client.put_bucket_policy(Bucket="encoder-cache", Policy=policy)
     client.close()
+
+
+def test_a_bucket_that_may_not_be_destroyed_keeps_its_key(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    shutil.copytree(HERE / "applied", tmp_path / "applied")
+    main = tmp_path / "applied/main.tf"
+    main.write_text(re.sub(r"(force_destroy +)= true", r"\1= false", main.read_text()))
+    workspace.init("applied")
+    with S3Server() as server:
+        given = ("-auto-approve", "-input=false", "-no-color", f"-var=server={server.url}")
+        parts = ("aws_s3_bucket", "aws_s3_bucket_server_side_encryption_configuration")
+        targets = [f"-target=module.cache.{part}.this" for part in parts]
+        workspace.run("applied", "apply", *given, *targets)
+        made = Applied(server, {"cache": {}, "role_arn": ""}, b"<none/>")
+        s3, kms = made.client("s3"), made.client("kms")
+        s3.put_object(Bucket="encoder-cache", Key="item", Body=b"x")
+        assert "BucketNotEmpty" in workspace.fails("applied", "destroy", *given)
+        (key,) = kms.list_keys()["Keys"]
+        assert kms.describe_key(KeyId=key["KeyId"])["KeyMetadata"]["KeyState"] == "Enabled"
+        for client in (s3, kms):
+            client.close()
 
 
 def test_the_bucket_refuses_plain_http(applied: Applied) -> None:

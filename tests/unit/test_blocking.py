@@ -91,6 +91,18 @@ def same(got: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return got is not None and torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10])
+def test_who_waits_for_ever_is_answered_all_the_same(store: Shared, timeout: float) -> None:
+    engine = ECCacheEngine(config(), NAMESPACE, store=store)
+    assert engine.put("a", tensor(1))
+    assert engine.flush(timeout).complete
+    assert same(engine.get("a", timeout=timeout), tensor(1))
+    assert engine.contains("a", timeout=timeout)
+    assert engine.close(timeout).complete
+    with pytest.raises(ClosedError):
+        engine.get("a")
+
+
 def test_the_whole_face(engine: ECCacheEngine, store: Shared) -> None:
     assert engine.put("a", tensor(1), meta=ItemMeta(encode_seconds=0.25))
     assert engine.put_many({"b": tensor(2), "c": tensor(3)}) == {"b": True, "c": True}

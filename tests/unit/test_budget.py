@@ -75,3 +75,25 @@ async def test_a_waiter_cancelled_as_it_is_granted_gives_back() -> None:
     waiter.cancel()  # and cancelled before it woke up
     await asyncio.gather(waiter, return_exceptions=True)
     assert budget.used == 0
+
+
+async def test_a_waiter_cancelled_together_with_a_holder_takes_nothing() -> None:
+    budget = ByteBudget(10)
+
+    async def use(nbytes: int) -> None:
+        await budget.acquire(nbytes)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            budget.release(nbytes)
+
+    tasks = [asyncio.create_task(use(nbytes)) for nbytes in (10, 5, 4)]
+    await settle()
+    for task in tasks[:2]:  # the first gives back before the second wakes up
+        task.cancel()
+    ended = await asyncio.gather(*tasks[:2], return_exceptions=True)
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 2
+    assert budget.used == 4
+    tasks[2].cancel()
+    await asyncio.gather(tasks[2], return_exceptions=True)
+    assert budget.used == 0

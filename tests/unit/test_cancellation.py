@@ -81,3 +81,17 @@ async def test_an_executor_that_is_shut_down_is_a_closed_error() -> None:
     executor.shutdown()
     with pytest.raises(ClosedError):
         await run_to_end(executor, print)
+
+
+async def test_a_call_that_waits_when_its_threads_are_shut_down_says_closed() -> None:
+    """Its caller was not cancelled, and must not look so."""
+    leave = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    running = asyncio.create_task(run_to_end(executor, leave.wait, 10))
+    waiting = asyncio.create_task(run_to_end(executor, print))
+    await asyncio.sleep(0)
+    executor.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(ClosedError):
+        await waiting
+    leave.set()
+    assert await running

@@ -111,6 +111,16 @@ class TestValues:
         with pytest.raises(ValueError, match="not a duration"):
             parse_duration(bad)
 
+    @pytest.mark.parametrize("long", ["9" * 400, 10**400, 1e10, "12000d"], ids=range(4))
+    def test_durations_that_no_clock_can_wait_for_are_refused(self, long: object) -> None:
+        with pytest.raises(ConfigError, match=r"blocking_timeout=.*30 years"):
+            make(blocking_timeout=long)
+
+    def test_sizes_beyond_floats_are_exact_or_refused(self) -> None:
+        assert parse_size("9" * 400 + ".5kB") == int("9" * 400) * 1000 + 500
+        with pytest.raises(ConfigError, match="max_item_size="):
+            make(max_item_size="9" * 5000)
+
     def test_rates_may_say_per_second(self) -> None:
         assert parse_rate("50MB/s") == parse_rate("50MB") == 50_000_000
         assert parse_rate(None) is None
@@ -126,6 +136,15 @@ class TestValues:
         assert parse_tags('{"team": "ml"}') == {"team": "ml"}
         with pytest.raises(ConfigError, match="JSON"):
             make(tags="{team")
+        with pytest.raises(ConfigError, match="JSON"):
+            make(tags='{"x":' * 5_000)
+
+    @pytest.mark.parametrize(
+        "tags", ["=x", {"": "x"}, {"x" * 129: ""}, {"x": "y" * 257}, "AWS:x=y"], ids=range(5)
+    )
+    def test_tags_that_make_s3_refuse_every_object_are_refused_at_once(self, tags: object) -> None:
+        with pytest.raises(ConfigError, match=r"tags=.* \(argument\): S3 refuses"):
+            make(tags=tags)
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -157,6 +176,19 @@ class TestValues:
         message = str(caught.value)
         assert message.startswith(f"{name}={value!r} (argument): ")
         assert len(message.partition("): ")[2]) > 10
+
+    @pytest.mark.parametrize("name", ["local_disk", "ca_bundle", "signing_key_file", "config_file"])
+    @pytest.mark.parametrize("path", ["~no-such-user/x", "a\0b", "", " "])
+    def test_a_path_that_is_none_is_an_error_that_names_it(self, name: str, path: str) -> None:
+        with pytest.raises(ConfigError, match=rf"{name}='.*' \(argument\): "):
+            make(**{name: path})
+
+    def test_a_value_that_grows_out_of_a_few_lines_is_not_shown_whole(self, tmp_path: Path) -> None:
+        lines = ["a0: &a0 [x]", *(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 7))]
+        path = yaml_file(tmp_path, "\n".join([*lines, "tags: *a6"]))
+        with pytest.raises(ConfigError, match="tags=") as caught:
+            make(config_file=path)
+        assert len(str(caught.value)) < 5_000
 
     def test_settings_that_contradict_each_other_are_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"sse_kms_key_id='k' \(argument\): needs sse"):
@@ -301,7 +333,11 @@ class TestSecrets:
         assert "12345" not in str(caught.value)
 
     @pytest.mark.parametrize(
-        "url", ["s3://key:hunter2@bucket", "s3://bucket?secret=hunter2", "ftp://x?a=hunter2"]
+        "url",
+        [
+            *("s3://key:hunter2@bucket", "s3://bucket?secret=hunter2", "ftp://x?a=hunter2"),
+            "s3://bucket?secret=\nhunter2",
+        ],
     )
     def test_a_bad_url_does_not_show_what_may_be_a_secret(self, url: str) -> None:
         with pytest.raises(ConfigError, match="url=") as caught:
@@ -489,7 +525,13 @@ class TestLMCache:
         assert "extra_config.s3_num_io_threads" in caplog.text
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("MAX_LOCAL_CPU_SIZE", "lots"), ("EXTRA_CONFIG", "[1]")]
+        ("name", "value"),
+        [
+            ("MAX_LOCAL_CPU_SIZE", "lots"),
+            ("MAX_LOCAL_CPU_SIZE", "1e305"),
+            ("EXTRA_CONFIG", "[1]"),
+            ("EXTRA_CONFIG", '{"x":' * 5_000),
+        ],
     )
     def test_bad_values_name_their_variable(
         self, name: str, value: str, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ class Chain:
     Attributes:
         lifetime: seconds that credentials last, None for ever.
         name: of the access key, instead of a new one with each answer.
+        secret, token: the rest of its answers.
         failure: raised instead of an answer.
         empty: whether there are no credentials.
     """
@@ -47,6 +48,7 @@ class Chain:
         self.now = time.time()
         self.lifetime: float | None = None
         self.name = ""
+        self.secret, self.token = "HUSHSECRET", "HUSHTOKEN"
         self.failure: Exception | None = None
         self.empty = False
         self.asked = 0
@@ -63,10 +65,10 @@ class Chain:
             return None
         key = self.name or f"AKEY{number}"
         if self.lifetime is None:
-            return AioCredentials(key, "HUSHSECRET", "HUSHTOKEN")
+            return AioCredentials(key, self.secret, self.token)
         ends = datetime.datetime.fromtimestamp(self.now + self.lifetime, datetime.UTC)
         return AioRefreshableCredentials(
-            *(key, "HUSHSECRET", "HUSHTOKEN", ends), refresh_using=self.again, method="fake"
+            *(key, self.secret, self.token, ends), refresh_using=self.again, method="fake"
         )
 
     async def again(self) -> Any:
@@ -188,6 +190,30 @@ async def test_a_failing_provider_is_named_once_while_what_is_held_still_serves(
         await key(keeper)
     assert "HUSH" not in caplog.text + repr(caught.value) + str(caught.value)
     assert caught.value.__cause__ is None
+
+
+async def test_a_clock_that_is_set_back_does_not_keep_the_chain_from_being_asked(
+    chain: Chain, keeper: Keeper
+) -> None:
+    chain.failure = FileNotFoundError(2, "No such file", "/var/run/token")
+    with pytest.raises(UnobtainableError):
+        await key(keeper)
+    chain.failure = None
+    chain.now -= 3600
+    assert await key(keeper) == "AKEY2"
+    chain.now += 1
+    assert await key(keeper) == "AKEY2"
+    assert chain.asked == 2
+
+
+@pytest.mark.parametrize("part", ["name", "secret", "token"])
+async def test_credentials_that_would_end_a_header_line_are_named_and_not_sent(
+    chain: Chain, keeper: Keeper, part: str
+) -> None:
+    setattr(chain, part, "HUSH\r\nx-amz-acl: public-read")
+    with pytest.raises(UnobtainableError, match="a key or token has a line break") as caught:
+        await key(keeper)
+    assert "HUSH" not in str(caught.value)
 
 
 async def test_after_a_failure_the_chain_is_asked_ever_more_seldom_and_then_serves_again(

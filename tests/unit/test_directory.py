@@ -145,6 +145,47 @@ async def test_failures_of_the_file_system_are_named(
     await store.aclose()
 
 
+async def test_a_file_that_cannot_be_removed_costs_a_put_and_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=1000)
+    await fill(store, ["old", "new"], nbytes=400)
+    remove = os.unlink
+
+    def fail(path: str, *, dir_fd: int | None = None) -> None:
+        if path in ("old", "new"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        remove(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", fail)
+        for _ in range(10):
+            with pytest.raises(RemoteDeniedError, match="Read-only"):
+                await store.put("k", [b"x" * 900])
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+    assert await store.put("k", [b"x" * 900]) is PutOutcome.WRITTEN
+    assert os.listdir(tmp_path) == ["k"]
+    await store.aclose()
+
+
+async def test_a_directory_that_cannot_be_opened_at_first_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=1000, exclusive=True)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", fail)
+        for _ in range(3):
+            with pytest.raises(RemoteDeniedError):
+                await store.connect()
+    await store.put("k", [b"x"])
+    assert sorted(os.listdir(tmp_path)) == [".lock", "k"]
+    await store.aclose()
+
+
 async def test_file_systems_without_hard_links_still_keep_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,13 @@ import torch
 from ec_s3 import __version__
 from ec_s3.config import ECConfig
 from ec_s3.engine import EncoderCache
-from ec_s3.errors import ClosedError, ConfigError, RemoteDeniedError, RemoteTimeoutError
+from ec_s3.errors import (
+    ClosedError,
+    ConfigError,
+    RemoteDeniedError,
+    RemoteTimeoutError,
+    RemoteUnavailableError,
+)
 from ec_s3.fetch import Miss
 from ec_s3.keys import CONTROL_NAME, Namespace
 from ec_s3.local import Lease
@@ -568,6 +575,41 @@ async def test_close_says_what_it_dropped() -> None:
     assert cache.stats()["uploads_closed"] == 6
 
 
+async def test_a_close_that_is_not_waited_for_comes_to_its_end() -> None:
+    before = asyncio.all_tasks()
+    store = Bucket()
+    store.hold("put")
+    cache = await opened(store)
+    await cache.put("a", tensor(1))
+    await until(lambda: store.inside["put"] == 1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await cache.close(timeout=0.2)
+    assert await cache.close() == FlushReport()
+    assert asyncio.all_tasks() == before
+    assert cache.stats()["uploads_closed"] == 1
+
+
+async def test_a_start_that_is_called_off_leaves_nothing_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = asyncio.Event()
+
+    async def never(_: Slab) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("ec_s3.engine.first_pages", never)
+    before = asyncio.all_tasks()
+    starting = asyncio.create_task(opened(Bucket()))
+    await entered.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert asyncio.all_tasks() == before
+    gc.collect()  # an unclosed slab would warn
+
+
 async def test_close_answers_those_who_wait() -> None:
     store = Bucket()
     store.hold("get", "head")
@@ -618,6 +660,29 @@ async def test_a_store_that_is_down_at_the_start_may_come_back(
     assert "a store is not ready yet" in caplog.text
     await cache.put("a", tensor(1))
     assert (await cache.flush()).uploaded == 1
+    await cache.close()
+
+
+async def test_a_store_that_lets_go_of_nothing_does_not_hold_up_the_start(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_s3.guard.CONNECT_SECONDS", 0.01)
+    end = asyncio.Event()
+
+    class Stuck(Bucket):
+        async def connect(self) -> None:
+            """As a folder on a dead file system does."""
+            while not end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await end.wait()
+            raise RemoteUnavailableError("gone", operation="connect")
+
+    async with asyncio.timeout(10):
+        cache = await EncoderCache.open(config(), NAMESPACE, store=Stuck())
+    assert "a store is not ready yet: no answer in time" in caplog.text
+    await cache.put("a", tensor(1))
+    assert (await cache.flush()).uploaded == 1
+    end.set()
     await cache.close()
 
 

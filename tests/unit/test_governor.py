@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from ec_s3.directory import DirectoryStore
 from ec_s3.engine import EncoderCache
 from ec_s3.errors import ClosedError, RemoteUnavailableError
 from ec_s3.keys import Namespace, identifier_digest, parse_key
+from ec_s3.local import Lease, Reservation
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.wire import decode, encode, read_header
 
@@ -299,6 +303,56 @@ async def test_after_its_time_a_deleted_item_may_be_stored_again() -> None:
         assert bucket.items() == [NAMESPACE.object_key("a")]
 
 
+async def test_an_item_that_is_deleted_again_after_its_time_is_gone_again(tmp_path: Path) -> None:
+    bucket, disk = Bucket(), DirectoryStore(tmp_path)
+    key, digest = NAMESPACE.object_key("a"), identifier_digest("a")
+    async with engine(bucket, disk=disk) as cache:
+        for until_then in (time.time() + 3600, time.time() + 9000):
+            assert await cache.put("a", tensor(1))
+            assert (await cache.flush()).complete
+            del bucket.objects[key]  # as `rm` does
+            await cache.governor.obey(Control(deleted={digest: until_then}))
+            cache.gate._wall_clock = partial(float, until_then)
+            assert await cache.get("a") is None
+            assert await disk.head(key) is None
+
+
+async def test_an_item_that_is_deleted_in_two_namespaces_is_gone_from_both(tmp_path: Path) -> None:
+    disk = DirectoryStore(tmp_path)
+    deleted = Control(deleted={identifier_digest("a"): time.time() + 3600})
+    async with engine(Bucket(), disk=disk) as cache:
+        cache.resume(weight_version="next")
+        assert await cache.put("a", tensor(1))
+        assert (await cache.flush()).complete
+        cache.resume(weight_version="")
+        await cache.governor.obey(deleted)
+        assert await disk.head(NEXT.object_key("a")) is not None
+        cache.resume(weight_version="next")
+        await cache.governor.obey(deleted)
+        assert await disk.head(NEXT.object_key("a")) is None
+
+
+async def test_a_deletion_that_the_disk_refused_is_tried_again_with_the_next_document(
+    tmp_path: Path,
+) -> None:
+    class Broken(DirectoryStore):
+        broken = True
+
+        async def delete(self, keys: Sequence[str]) -> DeleteReport:
+            if self.broken:
+                raise RemoteUnavailableError("gone", operation="delete")
+            return await super().delete(keys)
+
+    disk, deleted = Broken(tmp_path), {identifier_digest("a"): time.time() + 3600}
+    async with engine(Bucket(), disk=disk) as cache:
+        assert await cache.put("a", tensor(1))
+        assert (await cache.flush()).complete
+        await cache.governor.obey(Control(deleted=deleted))
+        disk.broken = False
+        await cache.governor.obey(Control(deleted={**deleted, identifier_digest("b"): 1.0}))
+        assert await disk.head(NAMESPACE.object_key("a")) is None
+
+
 async def test_a_disk_that_fails_does_not_keep_the_document_from_holding(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -311,6 +365,26 @@ async def test_a_disk_that_fails_does_not_keep_the_document_from_holding(
         await cache.governor.obey(Control(deleted={identifier_digest("a"): time.time() + 3600}))
         assert await cache.get("a") is None
         assert "could not be removed from the disk" in caplog.text
+
+
+async def test_a_file_of_a_deleted_item_that_stays_on_the_disk_is_told_of(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, deleted = DirectoryStore(tmp_path), {identifier_digest("a"): time.time() + 3600}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async with engine(Bucket(), disk=disk) as cache:
+        assert await cache.put("a", tensor(1))
+        assert (await cache.flush()).complete
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", fail)
+            await cache.governor.obey(Control(deleted=deleted))
+        assert "could not be removed from the disk" in caplog.text
+        assert os.strerror(errno.EROFS) in caplog.text
+        await cache.governor.obey(Control(deleted={**deleted, identifier_digest("b"): 1.0}))
+        assert await disk.head(NAMESPACE.object_key("a")) is None
 
 
 async def test_two_engines_follow_one_document_on_s3(bucket: str, s3_server: S3Server) -> None:
@@ -447,6 +521,24 @@ async def test_a_put_that_is_overtaken_by_the_change_is_not_taken(
         assert bucket.items() == []
 
 
+async def test_a_put_in_the_middle_of_which_its_item_is_deleted_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the item would be there again when the deletion is over."""
+    commit = Reservation.commit
+    async with engine(Bucket()) as cache:
+
+        def delete_meanwhile(self: Reservation, *args: Any, **how: Any) -> Lease:
+            cache.gate.apply(Control(deleted={identifier_digest("a"): time.time() + 3600}))
+            cache.tier.discard(self.key)
+            return commit(self, *args, **how)
+
+        monkeypatch.setattr(Reservation, "commit", delete_meanwhile)
+        assert not await cache.put("a", tensor(1))
+        assert not cache.tier.contains(NAMESPACE.object_key("a"))
+        assert count(cache, "rejected_puts_deleted") == 1
+
+
 async def test_a_get_under_way_never_answers_for_other_weights() -> None:
     bucket = Bucket()
     async with engine(bucket) as cache:
@@ -512,6 +604,35 @@ async def test_a_store_that_lets_go_of_nothing_does_not_keep_the_engine_open(
     async with engine(bucket) as cache:
         await entered.wait()
         tasks = set(cache.governor._tasks)
+    end.set()
+    await asyncio.wait(tasks, timeout=20)
+
+
+async def test_a_refresh_that_lets_go_of_nothing_does_not_keep_the_engine_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ec_s3.refresh.STOP_SECONDS", 0.01)
+    monkeypatch.setattr("ec_s3.refresh.LONGEST_SPREAD", 0.0)
+    bucket, entered, end = Bucket(), asyncio.Event(), asyncio.Event()
+
+    async def stuck(*_: object, **__: object) -> None:
+        entered.set()
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+
+    async with engine(bucket, object_lifetime=3600.0) as cache:
+        assert await cache.put("a", tensor(1))
+        assert (await cache.flush()).complete
+        monkeypatch.setattr(bucket, "head", stuck)
+        refresher = cache.reader.tiers.refresher
+        assert refresher is not None
+        refresher.learn(NAMESPACE.object_key("a"), 0.0)
+        assert same(await cache.get("a"), tensor(1))
+        await entered.wait()
+        tasks = set(refresher._tasks.values())
+        async with asyncio.timeout(10):
+            await cache.close()
     end.set()
     await asyncio.wait(tasks, timeout=20)
 

@@ -218,6 +218,44 @@ def test_repeated_names_and_numbers_outside_json_are_refused() -> None:
             read_text(text.replace('"created": 2.0', f'"created": {number}'))
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = {"x": value} if level % 2 else [value]
+    return {"x": value}
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    [nested(33), nested(600), {"x": [[]] * 40_000}, {str(i): {} for i in range(40_000)}],
+    ids=["33 deep", "600 deep", "many lists", "many maps"],
+)
+def test_metadata_too_deep_or_too_large_to_be_handed_on_is_refused(placeholder: object) -> None:
+    with pytest.raises(FrameHeaderError, match="placeholder"):
+        read_fields({**good()[0], "placeholder": placeholder})
+
+
+def test_metadata_of_usual_depth_and_size_is_handed_on_whole() -> None:
+    for placeholder in (nested(31), {"x": list(range(30_000))}):
+        head = pack_header({**good()[0], "placeholder": placeholder})
+        assert read_header(head, max_tensor_bytes=CAP).meta.placeholder == placeholder
+
+
+def test_metadata_with_a_number_out_of_range_is_refused() -> None:
+    text = json.dumps(good()[0]).replace('"a": 1', '"a": -1e999')
+    with pytest.raises(FrameHeaderError, match="out of range"):
+        read_text(text)
+
+
+@pytest.mark.parametrize(
+    "shape", [[1] * 200_000, [10**4000] * 8, [-(10**4000)], [2, 50, *[0] * 7]], ids=range(4)
+)
+def test_a_hostile_shape_makes_no_long_message(shape: list[int]) -> None:
+    with pytest.raises(FrameError) as caught:
+        read_fields({**good()[0], "shape": shape})
+    assert len(str(caught.value)) < 2_000
+
+
 def test_header_longer_than_its_cap_is_refused_by_its_prefix() -> None:
     fields = {**good()[0], "placeholder": {"x": "y" * (1 << 20)}}
     with pytest.raises(FrameHeaderError, match="a header of"):

@@ -264,6 +264,18 @@ async def test_a_connection_in_doubt_is_not_used_again(answer: bytes) -> None:
         assert script.connections == 2
 
 
+async def test_what_lies_behind_an_answer_is_not_taken_for_the_next_one() -> None:
+    forged = EMPTY.replace(b"200", b"299")
+    async with serving(WHOLE + forged, EMPTY) as script, pool_of(script) as pool:
+        connection = await pool.acquire()
+        await connection.request(REQUEST, ())
+        assert await fill(connection, memoryview(bytearray(len(BODY)))) == len(BODY)
+        pool.release(connection)
+        answer, _ = await fetch(pool)  # at once, before the loop looks at the socket again
+        assert answer.status == 200
+        assert script.connections == 2
+
+
 async def test_bytes_that_nobody_asked_for_end_a_resting_connection() -> None:
     async with serving(EMPTY, EMPTY) as script, pool_of(script) as pool:
         connection = await pool.acquire()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from ec_s3.errors import (
 from ec_s3.ingest import ingest, upload_items
 from ec_s3.intake import Bad, Source
 from ec_s3.keys import Namespace
+from ec_s3.lookup import header_at
 from ec_s3.policy import Probing
 from ec_s3.testing.memory import MemoryStore
 
@@ -308,6 +311,22 @@ class TestFailingStore:
         assert (report.written, report.failures) == (1, 1)
         assert report.stopped is None
 
+    async def test_what_a_store_says_beyond_its_code_is_in_no_log(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class RefusalError(RemoteError):
+            retryable = False
+
+            def __init__(self, message: str, *, operation: str, key: str = "") -> None:
+                super().__init__(message, operation=operation, key=key)
+                self.__cause__ = ValueError("An error occurred: HUSH")  # as the SDK's is
+
+        caplog.set_level("DEBUG", logger="ec_s3")
+        report = await ingest(Broken(RefusalError), [lazy("a")], settings(), SPACE)
+        assert report.failures == 1
+        assert "could not be uploaded" in caplog.text
+        assert "HUSH" not in caplog.text
+
 
 class TestOperator:
     async def test_nothing_is_uploaded_while_the_namespace_is_switched_off(self) -> None:
@@ -376,3 +395,34 @@ class TestUploadItems:
     def test_without_a_store_nothing_is_done(self) -> None:
         with pytest.raises(ConfigError, match="url is not set"):
             upload_items([], settings(), SPACE)
+
+
+class TestValidity:
+    @pytest.mark.parametrize("refreshed", [False, True])
+    async def test_objects_that_do_not_count_any_more_are_replaced(
+        self, refreshed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = MemoryStore()
+        await ingest(store, map(held, "abc"), settings(), SPACE)
+        keys = [SPACE.object_key(name) for name in "abc"]
+        valid_after = time.time()
+        document = Control(valid_after=valid_after).pack()
+        await store.put(SPACE.control_key, [document], if_absent=False)
+        if refreshed:  # stored again since, and made before
+            monkeypatch.setattr(MemoryStore, "head", _later(MemoryStore.head))
+        report = await ingest(store, map(held, "abc"), settings(), SPACE)
+        assert (report.written, report.present, report.failures) == (3, 0, 0)
+        for key in keys:
+            header = await header_at(store, key)
+            assert header is not None
+            assert header.created >= valid_after
+        again = await ingest(store, map(held, "abc"), settings(), SPACE)
+        assert (again.written, again.present) == (0, 3)
+
+
+def _later(head: Any) -> Any:
+    async def looked(store: MemoryStore, key: str) -> ObjectInfo | None:
+        info: ObjectInfo | None = await head(store, key)
+        return info and replace(info, modified=time.time() + 60)
+
+    return looked

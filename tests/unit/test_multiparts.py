@@ -64,7 +64,8 @@ async def test_pages_are_followed_to_their_end(
             "NextKeyMarker": "p/b",
             "NextUploadIdMarker": "id-b",
         },
-        {"Uploads": [entry("c")], "IsTruncated": False},
+        {"Uploads": [entry("c")], "IsTruncated": True, "NextUploadIdMarker": "id-c"},  # SeaweedFS
+        {"Uploads": [entry("d")], "IsTruncated": False},
         {"Parts": [{"Size": 5}, {"Size": 6}], "IsTruncated": True, "NextPartNumberMarker": 2},
         {"Parts": [{"Size": 7}], "IsTruncated": False},
     ]
@@ -83,9 +84,10 @@ async def test_pages_are_followed_to_their_end(
 
     monkeypatch.setattr(multiparts._connection, "client", client)
     uploads = [upload async for upload in multiparts.list()]
-    assert [upload.key for upload in uploads] == ["a", "b", "c"]
+    assert [upload.key for upload in uploads] == ["a", "b", "c", "d"]
     assert asked[0] == {"Bucket": bucket, "Prefix": "p/"}
     assert (asked[1]["KeyMarker"], asked[1]["UploadIdMarker"]) == ("p/b", "id-b")
+    assert (asked[2]["KeyMarker"], asked[2]["UploadIdMarker"]) == ("", "id-c")
     assert uploads[0].started == moment.timestamp()
     assert await multiparts.size(uploads[0]) == 18
-    assert asked[3]["PartNumberMarker"] == 2
+    assert asked[4]["PartNumberMarker"] == 2

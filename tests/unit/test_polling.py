@@ -112,13 +112,20 @@ async def test_what_cannot_be_used_is_said_once_and_not_read_again(
         await read_document(rig.store, KEY, NOTES)
 
 
-async def test_after_an_unexpected_error_it_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [LookupError("a bug"), TimeoutError(), RemoteUnavailableError("the disk", operation="delete")],
+    ids=["bug", "timeout", "remote"],
+)
+async def test_after_an_unexpected_error_it_is_read_again(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     rig = Rig()
-    rig.error = LookupError("a bug")
+    rig.error = error
     await rig.write(b"one")
     assert await rig.outcome() == "failed"
     assert rig.stats.snapshot()["errors_control"] == 1
-    assert "a bug" in caplog.text
+    assert str(error) in caplog.text
     rig.error = None
     assert await rig.outcome() == "taken"
 

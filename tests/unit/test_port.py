@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ec_s3.control import Control
 from ec_s3.errors import ConfigError, RemoteDeniedError
-from ec_s3.keys import CONTROL_NAME, INDEX_NAME
+from ec_s3.keys import CONTROL_NAME, INDEX_NAME, identifier_digest
+from ec_s3.local import Lease, Reservation
 from ec_s3.port import UNKNOWN, Absent, Ready, ThreadPort, Want
 from ec_s3.testing.memory import MemoryStore
 from ec_s3.testing.port_conformance import (
@@ -205,6 +207,25 @@ def test_item_without_a_bucket_is_kept_and_counted_clean(slab: Slab) -> None:
     save(port, slab, "a")
     assert port._cache.tier.stats().dirty_bytes == 0
     assert port.close(1.0).complete
+
+
+def test_save_in_the_middle_of_which_its_item_is_deleted_keeps_nothing(
+    port: ThreadPort, store: Gated, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.open.set()
+    cache, commit, key = port.cache, Reservation.commit, NAMESPACE.object_key("a")
+
+    def delete_meanwhile(self: Reservation, *args: Any, **how: Any) -> Lease:
+        cache.gate.apply(Control(deleted={identifier_digest("a"): time.time() + 3600}))
+        cache.tier.discard(self.key)
+        return commit(self, *args, **how)
+
+    monkeypatch.setattr(Reservation, "commit", delete_meanwhile)
+    save(port, slab, "a")
+    assert not cache.tier.contains(key)
+    assert cache.stats()["rejected_puts_deleted"] == 1
+    assert port.flush(5.0).complete
+    assert key not in store.objects
 
 
 def test_many_tickets_in_disorder_leave_nothing_behind(

@@ -166,3 +166,74 @@ def _lives(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"  # ended, and nobody has asked
+
+
+def end_idle(encoder: IsolatedEncoder) -> None:
+    """What the kernel does when memory runs out: it takes whom it wants."""
+    child = encoder._process._child
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait(100)
+
+
+def test_process_that_dies_idle_is_no_fault_of_the_next_entry(
+    encoder: IsolatedEncoder, tmp_path: Path
+) -> None:
+    items, paths = write(tmp_path, "a")
+    end_idle(encoder)
+    (named,) = encoder.identify(items, paths)
+    assert isinstance(named, Identified)
+    end_idle(encoder)
+    assert encoder.encode([named]) == [named]
+
+
+class JumpingClock:
+    """A module `time`: hours pass whenever a file appears."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+        self._ahead = 0.0
+
+    def monotonic(self) -> float:
+        if self._marker.exists():
+            self._marker.unlink()
+            self._ahead += 10_000.0
+        return time.monotonic() + self._ahead
+
+
+def test_decoder_that_hangs_is_found_and_left_out(
+    encoder: IsolatedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items, paths = write(tmp_path, "a", "hangs-decoder", "b")
+    monkeypatch.setattr(isolation, "time", JumpingClock(tmp_path / "hangs-decoder.hangs"))
+    results = encoder.identify(items, paths)
+    assert [type(one) for one in results] == [Identified, Failed, Identified]
+    assert isinstance(results[1], Failed)
+    assert "gave no answer within 630 s" in results[1].reason
+    named = [one for one in results if isinstance(one, Identified)]
+    assert encoder.encode(named) == named
+
+
+def test_process_that_cannot_be_started_again_is_no_matter_of_settings(
+    encoder: IsolatedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "_opener", Opener("mortal_encoder", "open_none"))
+    end_idle(encoder)
+    with pytest.raises(ECS3Error, match="cannot be started again: no model m") as caught:
+        encoder.identify(*write(tmp_path, "a"))
+    assert not isinstance(caught.value, ConfigError)
+    with pytest.raises(ECS3Error, match="cannot be started again"):
+        encoder.identify(*write(tmp_path, "a"))
+
+
+def test_process_that_a_driver_holds_does_not_hold_the_job(
+    encoder: IsolatedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = encoder._process._child
+
+    def held(_: float) -> int:
+        raise subprocess.TimeoutExpired("vllm", 30)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "wait", held)
+        encoder.close()
+    assert child.wait(100) is not None

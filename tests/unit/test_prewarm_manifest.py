@@ -65,7 +65,10 @@ def test_name_without_a_known_suffix_has_no_modality() -> None:
         ({"uri": "a.png", "modality": "smell"}, "known: image, video, audio"),
         ({"uri": "a.png", "uuid": 5}, "uuid: no text"),
         ({"uri": "a.png", "uuid": "chatcmpl-1-image-0"}, "never stored"),
+        ('{"uri": "s3://b/\\ud800.png"}', "uri: no valid Unicode"),
+        ('{"uri": "a.png", "uuid": "\\udfff"}', "uuid: no valid Unicode"),
         ({"uri": "a.png", "processor": [1]}, "no JSON object of settings"),
+        ('{"uri": "a.png", "processor": ' + '{"a":' * 600 + "1" + "}" * 601, "32 levels"),
         ({"uri": "a.png", "colour": "red"}, "unknown field 'colour'"),
     ],
 )

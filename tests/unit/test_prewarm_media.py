@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ec_s3.errors import ConfigError
-from ec_s3.prewarm.buckets import MediaBuckets
+from ec_s3.errors import ConfigError, RemoteUnavailableError
+from ec_s3.prewarm.buckets import MAX_MEDIA_BYTES, MediaBuckets, MediaError
 from ec_s3.prewarm.encoding import MediaItem
 from ec_s3.prewarm.manifest import BadEntry
 from ec_s3.prewarm.media import Media, MediaReader, Source
@@ -239,3 +239,114 @@ async def test_manifest_may_lie_in_a_bucket(
     assert (total, found) == (2, ["s3://b/a.png", ""])
     with pytest.raises(ConfigError, match="no such object"):
         await names(f"s3://{bucket}/other.jsonl", buckets, scratch)
+
+
+async def test_nothing_below_a_prefix_is_an_error_for_every_share(
+    buckets: MediaBuckets, bucket: str, scratch: Path
+) -> None:
+    for shard in (Shard(), Shard(1, 2)):
+        source = Source(f"s3://{bucket}/typo", buckets=buckets, scratch=scratch, shard=shard)
+        assert await source.open() is None
+        with pytest.raises(ConfigError, match="typo"):
+            await entries(source)
+
+
+async def test_names_that_no_file_or_object_can_have_are_told(
+    tmp_path: Path, buckets: MediaBuckets, bucket: str, scratch: Path
+) -> None:
+    (tmp_path / "~nobody-here.png").write_bytes(b"x")
+    uris = ("~nobody-here.png", "~nobody-here/a.png", "\ud800.png", f"s3://{bucket}/\ud800.png")
+    given = [MediaItem(line=n, uri=uri, modality="image") for n, uri in enumerate(uris, start=1)]
+    source = Source(str(tmp_path / "list.csv"), buckets=buckets, scratch=scratch)
+    first, *others = await read(source, buckets, given, scratch)
+    assert isinstance(first, Media)
+    assert all(isinstance(other, BadEntry) and other.reason != "not read" for other in others)
+
+
+async def test_pattern_below_nobodys_home_is_an_error(buckets: MediaBuckets, scratch: Path) -> None:
+    with pytest.raises(ConfigError, match="nobody-here"):
+        await names("~nobody-here/*.png", buckets, scratch)
+
+
+async def test_file_that_is_too_large_is_not_read(
+    tmp_path: Path, buckets: MediaBuckets, scratch: Path
+) -> None:
+    with (tmp_path / "large.mp4").open("wb") as file:
+        file.truncate(MAX_MEDIA_BYTES + 1)  # a hole, without blocks
+    given = [MediaItem(line=1, uri="large.mp4", modality="video")]
+    source = Source(str(tmp_path / "list.csv"), buckets=buckets, scratch=scratch)
+    (result,) = await read(source, buckets, given, scratch)
+    assert isinstance(result, BadEntry)
+    assert f"more than {MAX_MEDIA_BYTES}" in result.reason
+
+
+async def test_relative_paths_of_a_manifest_in_a_bucket_are_keys_beside_it(
+    s3_server: S3Server, buckets: MediaBuckets, bucket: str, scratch: Path
+) -> None:
+    client = s3_server.client()
+    for key in ("shop/a b.png", "shop/sub/c.png", "d.png"):
+        client.put_object(Bucket=bucket, Key=key, Body=key.encode())
+    uris = ("a b.png", "./sub/c.png", "../d.png", "absent.png")
+    body = "uri\n" + "\n".join(uris)
+    client.put_object(Bucket=bucket, Key="shop/list.csv", Body=body.encode())
+    client.close()
+    source = Source(f"s3://{bucket}/shop/list.csv", buckets=buckets, scratch=scratch)
+    assert await source.open() == 4
+    *found, absent = await read(source, buckets, await entries(source, size=4), scratch)
+    assert [one.path.read_bytes() for one in found if isinstance(one, Media)] == [
+        *(b"shop/a b.png", b"shop/sub/c.png", b"d.png")
+    ]
+    assert isinstance(absent, BadEntry)
+    assert "no such object" in absent.reason
+
+
+class Buckets(MediaBuckets):
+    """Answers for no object but these."""
+
+    def __init__(self, *there: str) -> None:
+        super().__init__(None, S3Options(), Pace())
+        self._there = there
+        self.asked = 0
+
+    async def fetch(self, uri: str, target: Path) -> int:
+        self.asked += 1
+        if uri in self._there:
+            return 1
+        error = MediaError("no answer")
+        error.away = RemoteUnavailableError("no answer", operation="get")
+        raise error
+
+
+def many(count: int) -> list[MediaItem]:
+    uris = [f"s3://media/{number}.png" for number in range(count)]
+    return [MediaItem(line=n, uri=uri, modality="image") for n, uri in enumerate(uris, start=1)]
+
+
+async def test_media_bucket_that_is_away_ends_the_job_rather_than_every_entry(
+    scratch: Path,
+) -> None:
+    buckets = Buckets()
+    source = Source("list.csv", buckets=buckets, scratch=scratch)
+    with pytest.raises(RemoteUnavailableError):
+        await read(source, buckets, many(100), scratch)
+    assert buckets.asked < 20
+
+
+async def test_objects_that_a_bucket_cannot_read_are_told_beside_those_that_it_can(
+    scratch: Path,
+) -> None:
+    buckets = Buckets(*(f"s3://media/{number}.png" for number in range(0, 100, 3)))
+    source = Source("list.csv", buckets=buckets, scratch=scratch)
+    results = await read(source, buckets, many(100), scratch)
+    assert sum(isinstance(result, Media) for result in results) == 34
+
+
+async def test_object_that_gives_no_answer_says_so(scratch: Path) -> None:
+    template = S3Location("any", endpoint="http://127.0.0.1:9", region="us-east-1")
+    buckets = MediaBuckets(template, S3Options(), Pace(retry_seconds=0))
+    with pytest.raises(MediaError) as caught:
+        await buckets.fetch("s3://media/a.png", scratch / "a")
+    assert isinstance(caught.value.away, RemoteUnavailableError)
+    with pytest.raises(RemoteUnavailableError):
+        await Source("s3://media/list.csv", buckets=buckets, scratch=scratch).open()
+    await buckets.aclose()

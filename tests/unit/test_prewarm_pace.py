@@ -102,3 +102,12 @@ async def test_without_patience_only_a_slower_pace_is_waited_for() -> None:
     assert await pace.call(Bucket(throttled()), patient=False) == "answer"
     with pytest.raises(RemoteUnavailableError):
         await pace.call(Bucket(RemoteUnavailableError("no", operation="get")), patient=False)
+
+
+async def test_wait_for_a_turn_does_not_use_up_the_patience_with_the_bucket() -> None:
+    clock = Clock()
+    pace = Pace(0.01, clock=clock, sleep=clock.sleep, retry_seconds=60)
+    await pace.turn()
+    bucket = Bucket(throttled())
+    assert await pace.call(bucket) == "answer"
+    assert (bucket.asked, pace.retries) == (2, 1)

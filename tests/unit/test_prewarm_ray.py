@@ -7,21 +7,24 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
 
-from ec_s3.errors import ConfigError
+from ec_s3.errors import ConfigError, ECS3Error
 from ec_s3.keys import Namespace
 from ec_s3.prewarm.encoding import EncoderSettings
 from ec_s3.prewarm.ray import Cluster, Worker, pipeline
 from ec_s3.testing.encoder import PlayedEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from ec_s3.prewarm.encoding import Encoder, Failed, Identified, MediaItem
 
 SPACE = Namespace(model="org/model", dtype="float32")
 PICTURES = 24
@@ -95,6 +98,62 @@ def test_worker_keeps_its_encoder_from_share_to_share(manifest: Path) -> None:
     assert one._encoder is kept
     failures = [entry for row in rows for entry in json.loads(row["failures"])]
     assert [(entry["uri"], entry["line"]) for entry in failures] == [("absent.png", 25)]
+
+
+class Broken(PlayedEncoder):
+    """Its process is gone for good."""
+
+    broken = False
+
+    def identify(
+        self, items: Sequence[MediaItem], data: Sequence[bytes | Path]
+    ) -> list[Identified | Failed]:
+        if self.broken:
+            raise ECS3Error("the encoder's process has died 16 times in a row")
+        return super().identify(items, data)
+
+
+def test_worker_whose_encoder_is_gone_starts_another_for_the_next_share(manifest: Path) -> None:
+    started: list[Broken] = []
+
+    def begin(settings: EncoderSettings) -> Broken:
+        started.append(Broken(settings.connector, SPACE))
+        _STARTED.append(started[-1])
+        return started[-1]
+
+    one = Worker(
+        media=str(manifest), settings=settings(manifest), shares=4, max_requests=None, start=begin
+    )
+    one({"id": 0})
+    started[0].broken = True
+    assert "16 times" in one({"id": 1})["stopped"]
+    assert started[0].closed
+    assert one({"id": 2})["stopped"] == ""
+    assert len(started) == 2
+
+
+def test_encoder_of_a_worker_writes_into_the_bucket_of_its_job(
+    manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(manifest)
+    monkeypatch.setenv("EC_S3_URL", str(given.connector["url"]))
+    one = Worker(
+        media=str(manifest),
+        settings=replace(given, connector={}),
+        shares=1,
+        max_requests=None,
+        start=remembered,
+    )
+    seen: list[EncoderSettings] = []
+    start_it = one._start
+
+    def begin(settings: EncoderSettings) -> Encoder:
+        seen.append(settings)
+        return start_it(settings)
+
+    one._start = begin
+    one({"id": 0})
+    assert seen[0].connector["url"] == given.connector["url"]
 
 
 def test_without_ray_it_says_what_to_install(

@@ -32,10 +32,12 @@ from ec_s3.prewarm.shard import Shard
 from ec_s3.prewarm.target import Target
 from ec_s3.testing.encoder import PlayedEncoder
 from ec_s3.testing.memory import MemoryStore
+from ec_s3.types import ItemMeta, ObjectInfo, TensorSpec
 from ec_s3.url import S3Options
+from ec_s3.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from ec_s3.prewarm.manifest import BadEntry
     from ec_s3.prewarm.report import Report
@@ -303,7 +305,8 @@ class Unlucky(PlayedEncoder):
     def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
         lucky = [item for item in items if Path(item.item.uri).name not in self.unlucky]
         done = {result.item.uri: result for result in super().encode(lucky)}
-        return [done.get(item.item.uri, Failed(item=item.item, reason="no luck")) for item in items]
+        lost = [Failed(item=item.item, reason="no luck", blameless=True) for item in items]
+        return [done.get(item.item.uri, lost[at]) for at, item in enumerate(items)]
 
 
 async def test_item_whose_upload_failed_is_told_and_done_by_the_next_run(
@@ -517,6 +520,23 @@ async def test_object_of_other_rows_is_no_such_item(bench: Bench) -> None:
     assert "4 rows" in look.reason
 
 
+async def test_object_of_another_dtype_than_its_folder_is_no_such_item() -> None:
+    store = MemoryStore()
+    frame = encode(
+        TensorSpec("uint8", (4, 2)),
+        [memoryview(bytes(8))],
+        identifier="a",
+        namespace=SPACE.id,
+        meta=ItemMeta(),
+        created=1.0,
+    )
+    await store.put(SPACE.object_key("a"), frame.parts)
+    target = Target(store, SPACE, pace=Pace(), keyring=None)
+    item = MediaItem(line=1, uri="a.png", modality="image")
+    (look,) = await target.look([Identified(item=item, identifier="a", num_embeds=4)])
+    assert "unusable object" in look.reason
+
+
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -551,3 +571,176 @@ def test_killed_job_goes_on_where_it_was_and_repeats_at_most_a_batch(bench: Benc
     report = asyncio.run(bench.run())
     assert (report.tally.encoded, report.tally.present, report.outcome) == (12, 8, Outcome.ALL)
     assert len(bench.objects()) == 20
+
+
+class NeverStarting(PlayedEncoder):
+    """vLLM does not start."""
+
+    def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
+        raise ECS3Error("vLLM did not start")
+
+
+async def test_job_that_was_stopped_before_anything_was_done_has_done_nothing(bench: Bench) -> None:
+    bench.add(3)
+    bench.encoder_type = NeverStarting
+    report = await bench.run()
+    assert (report.tally.encoded, report.tally.failed) == (0, 0)
+    assert "vLLM did not start" in report.stopped
+    assert report.outcome is Outcome.NONE
+
+
+class GoneInTheSecond(PlayedEncoder):
+    """vLLM ends in the second batch, and cannot be started again."""
+
+    def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
+        if self.encoded:
+            raise ConfigError("vLLM did not start: no memory on the device")
+        return super().encode(items)
+
+
+async def test_vllm_that_cannot_be_started_again_is_reported_with_what_was_done(
+    bench: Bench,
+) -> None:
+    bench.add(12)
+    bench.encoder_type = GoneInTheSecond
+    report = await bench.run()
+    assert (report.tally.encoded, report.outcome) == (4, Outcome.SOME)
+    assert "no memory on the device; it was encoding the entries of lines 5" in report.stopped
+
+
+class Indigestible(PlayedEncoder):
+    """The encoder dies of some entries, whatever the bucket does."""
+
+    def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
+        good = [one for one in items if "bad" not in one.item.uri]
+        done = {one.item.line: one for one in super().encode(good)}
+        return [
+            done.get(one.item.line, Failed(item=one.item, reason="it died of it")) for one in items
+        ]
+
+
+async def test_media_that_fail_in_every_run_do_not_keep_it_from_what_is_new(bench: Bench) -> None:
+    bench.add(20)
+    for number in (0, 5, 9, 13):
+        (bench.media / f"{number:03}.png").rename(bench.media / f"{number:03}-bad.png")
+    bench.encoder_type = Indigestible
+    first = await bench.run()
+    assert (first.tally.encoded, first.tally.failed) == (16, 4)
+    (bench.media / "new.png").write_bytes(picture(900))
+    again = await bench.run()
+    assert (again.stopped, again.tally.present) == ("", 16)
+    assert (again.tally.encoded, again.tally.failed) == (1, 4)
+
+
+async def test_further_entries_of_an_item_that_failed_have_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add(1)
+    (bench.media / "001.png").write_bytes(picture(0))
+    bench.encoder_type = Unlucky
+    monkeypatch.setattr(Unlucky, "unlucky", frozenset({"000.png"}))
+    report = await bench.run()
+    assert (report.tally.failed, report.tally.duplicates) == (2, 0)
+    assert report.outcome is Outcome.NONE
+    assert [(entry.line, entry.reason) for entry in bench.failed] == [
+        (1, "no luck"),
+        (2, "no luck"),
+    ]
+    assert bench.advanced == 2
+
+
+async def test_disk_that_is_full_ends_the_job_with_a_report(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add(12)
+
+    def full(_: object) -> None:
+        def refuse(**_: object) -> str:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("tempfile.mkdtemp", refuse)
+
+    bench.on_encode = full
+    report = await bench.run()
+    assert "No space left on device" in report.stopped
+    assert 0 < report.tally.encoded < 12
+
+
+async def test_job_that_is_told_to_stop_as_it_lists_the_bucket_stops_at_once(bench: Bench) -> None:
+    bench.add(3)
+    listing = asyncio.Event()
+
+    class Endless(DirectoryStore):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            listing.set()
+            await asyncio.Event().wait()
+            yield ObjectInfo(prefix, 0)
+
+    job = await bench.job(store=Endless(bench.bucket))
+    running = asyncio.create_task(job.run(bench.listeners))
+    await listing.wait()
+    job.stop("told to stop")
+    report = await asyncio.wait_for(running, 30)
+    assert (report.tally.encoded, report.index, report.stopped) == (3, None, "told to stop")
+
+
+class Sounding(PlayedEncoder):
+    """Every entry has a second output; of the first run it never arrives."""
+
+    silent = True
+
+    def identify(
+        self, items: Sequence[MediaItem], data: Sequence[bytes | Path]
+    ) -> list[Identified | Failed]:
+        return [
+            replace(one, others=(f"{one.identifier}-sound",))
+            if isinstance(one, Identified)
+            else one
+            for one in super().identify(items, data)
+        ]
+
+    def encode(self, items: Sequence[Identified]) -> list[Identified | Failed]:
+        super().encode(items)
+        if self.silent:
+            return [Failed(item=one.item, reason="its sound did not arrive") for one in items]
+        super().encode([replace(one, identifier=one.others[0]) for one in items])
+        return list(items)
+
+
+async def test_entry_of_two_outputs_is_only_there_with_both(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add(2)
+    bench.encoder_type = Sounding
+    first = await bench.run()
+    assert (first.tally.failed, len(bench.objects())) == (2, 2)
+    monkeypatch.setattr(Sounding, "silent", False)
+    again = await bench.run()
+    assert (again.tally.encoded, again.tally.present, len(bench.objects())) == (2, 0, 4)
+    assert (await bench.run()).tally.present == 2
+
+
+async def test_job_that_is_told_to_stop_does_not_wait_for_media(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add(12)
+    job = await bench.job()
+    read, do, batches, waiting = job._reader.read, job._do, iter(range(9)), asyncio.Event()
+
+    async def endless(*arguments: Any) -> list[Any]:
+        if next(batches) == 1:
+            await asyncio.Event().wait()
+        return await read(*arguments)
+
+    async def done(batch: Any) -> None:
+        await do(batch)
+        asyncio.get_running_loop().call_soon(waiting.set)  # by then it waits for the next one
+
+    monkeypatch.setattr(job._reader, "read", endless)
+    monkeypatch.setattr(job, "_do", done)
+    running = asyncio.create_task(job.run(bench.listeners))
+    await waiting.wait()
+    job.stop("told to stop")
+    report = await asyncio.wait_for(running, 30)
+    assert (report.tally.encoded, report.stopped) == (4, "told to stop")
+    assert report.outcome is Outcome.SOME

@@ -80,7 +80,8 @@ class TestKnownProfiles:
 
     def test_the_servers_that_people_run_are_among_them(self) -> None:
         names = {profile.name for profile in known_profiles()}
-        assert {"aws", "aws-express", "minio", "juicefs", "ceph", "seaweedfs", "r2", "gcs"} <= names
+        services, servers = {"aws", "aws-express", "r2", "gcs"}, {"minio", "juicefs", "ceph"}
+        assert services | servers | {"seaweedfs", "swift"} <= names
 
     @pytest.mark.parametrize(
         ("headers", "host", "name"),
@@ -93,6 +94,7 @@ class TestKnownProfiles:
             ({"server": "UploadServer"}, "storage.googleapis.com", "gcs"),
             ({"server": "SeaweedFS 8000GB 4.48"}, "127.0.0.1", "seaweedfs"),
             ({"x-amz-request-id": "tx00000df941dd6-006b0db23a-100f-default"}, "h", "ceph"),
+            ({"x-openstack-request-id": "tx53ba96c3628-006b0de925"}, "h", "swift"),
         ],
     )
     def test_a_server_is_recognised_from_outside(

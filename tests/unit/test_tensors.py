@@ -3,8 +3,9 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,37 @@ def test_tensors_of_inference_and_training_can_be_read() -> None:
 def test_tensors_without_dense_host_memory_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="dense CPU tensor"):
         as_bytes(tensor)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_tensors_without_memory_are_not_copied(pieces: int) -> None:
+    memory = memoryview(bytearray(8))
+    segments = [memory[8 // pieces * i : 8 // pieces * (i + 1)] for i in range(pieces)]
+    with pytest.raises(ValueError, match="dense tensor"):
+        copy_in(torch.ones(2, device="meta"), segments)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")  # torch's word on its own prototype
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_have_no_spec(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(ValueError, match="nested"):
+        spec_of(nested)
+
+
+@pytest.mark.parametrize("thing", [None, [1.0], np.ones(2, dtype=np.float32)], ids=type)
+def test_what_is_no_tensor_is_said_to_be_none(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"needs a torch\.Tensor, not"):
+        spec_of(thing)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_elements_negated_without_a_copy_are_read_negated(pieces: int) -> None:
+    tensor = torch._neg_view(torch.tensor([1.0, -2.0]))
+    memory = memoryview(bytearray(8))
+    copy_in(tensor, [memory[8 // pieces * i : 8 // pieces * (i + 1)] for i in range(pieces)])
+    expected = torch.tensor([-1.0, 2.0])
+    assert bytes(memory) == bytes(as_bytes(tensor)) == bytes(as_bytes(expected))
 
 
 def test_from_bytes_shares_writable_memory_and_copies_read_only_memory() -> None:

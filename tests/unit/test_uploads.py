@@ -258,6 +258,15 @@ async def test_a_key_is_queued_once(rig: Rig) -> None:
     assert rig.count("written") == 1
 
 
+async def test_what_the_bucket_is_known_to_hold_is_clean(rig: Rig) -> None:
+    """Else what others encoded, too, would stay in memory longest, and count as lost in the end."""
+    rig.presence.set(NAMESPACE.object_key("a"), present=True, now=0)
+    rig.offer("a")
+    assert rig.tier.stats().dirty_bytes > 0
+    await rig.queue.drain(10)
+    assert rig.tier.stats().dirty_bytes == 0
+
+
 async def test_what_the_bucket_is_known_to_hold_is_not_encoded_again(rig: Rig) -> None:
     rig.presence.set(NAMESPACE.object_key("a"), present=True, now=0)
     rig.offer("a")

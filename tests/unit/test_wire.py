@@ -11,6 +11,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -142,6 +143,16 @@ def test_bytes_without_any_pattern_are_stored_as_they_are() -> None:
     frame = encode(spec, pages, identifier="i", namespace="n", meta=ItemMeta(), created=1.0)
     assert frame.header.layout is Layout.PLAIN
     assert frame.nbytes < len(data) + 2_000
+    assert decode(body(frame), max_tensor_bytes=CAP)[1] == data
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint64])
+def test_memory_of_wider_elements_is_taken_by_its_bytes(dtype: type[np.generic]) -> None:
+    data = random.Random(4).randbytes(2 * CHUNK_BYTES)
+    whole = np.frombuffer(data, dtype=dtype).data
+    spec = TensorSpec("bfloat16", (len(data) // 2,))
+    pages = [whole[:5], whole[5:]]
+    frame = encode(spec, pages, identifier="i", namespace="n", meta=ItemMeta(), created=1.0)
     assert decode(body(frame), max_tensor_bytes=CAP)[1] == data
 
 

@@ -29,6 +29,7 @@ _MODULES = {
     "ceph-https": "ceph:CephHTTPS",
     "seaweedfs": "seaweedfs:SeaweedFS",
     "juicefs": "juicefs:JuiceFS",
+    "swift": "swift:Swift",
     "moto": "moto_process:Moto",
 }
 

@@ -119,14 +119,14 @@ locals {
       Resource  = [local.bucket_arn, "${local.bucket_arn}/*"]
       Condition = { StringEquals = { "aws:PrincipalAccount" = var.account_id } }
     }],
-    [for bucket in sort(var.readable_buckets) : {
-      Sid       = "Read${title(replace(replace(bucket, "-", ""), ".", ""))}"
+    [for buckets in [sort(var.readable_buckets)] : {
+      Sid       = "Read"
       Effect    = "Allow"
       Principal = "*"
       Action    = ["s3:GetObject"]
-      Resource  = ["arn:${var.partition}:s3:::${bucket}/*"]
+      Resource  = [for bucket in buckets : "arn:${var.partition}:s3:::${bucket}/*"]
       Condition = { Bool = { "aws:SecureTransport" = "true" } }
-    }],
+    } if length(buckets) > 0],
   )
 
   url_arguments = compact([

@@ -52,8 +52,8 @@ variable "key_arn" {
   nullable    = false
 
   validation {
-    condition     = var.key_arn == "" || can(regex("^arn:[a-z-]+:kms:[^:]+:[^:]+:key/.+$", var.key_arn))
-    error_message = "key_arn: must be a key's ARN (arn:aws:kms:REGION:ACCOUNT:key/ID); a policy cannot name a key by its alias or its bare ID."
+    condition     = var.key_arn == "" || can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+$", var.key_arn))
+    error_message = "key_arn: must be one key's ARN (arn:aws:kms:REGION:ACCOUNT:key/ID); a policy cannot name a key by its alias or its bare ID, and a pattern would let others in."
   }
 }
 
@@ -74,6 +74,11 @@ variable "readable_buckets" {
   type        = set(string)
   default     = []
   nullable    = false
+
+  validation {
+    condition     = alltrue([for bucket in var.readable_buckets : can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", bucket))])
+    error_message = "readable_buckets: must be names of buckets, not ARNs or patterns (prod-eu-west-1-starport-layer-bucket has ECR's layers in that region)."
+  }
 }
 
 variable "region" {

@@ -167,7 +167,7 @@ run "an_endpoint_serves_the_account_and_what_is_named" {
   command = plan
 
   variables {
-    readable_buckets = ["prod-eu-west-1-starport-layer-bucket"]
+    readable_buckets = ["prod-eu-west-1-starport-layer-bucket", "a.b-c", "ab.c"]
   }
 
   assert {
@@ -181,11 +181,11 @@ run "an_endpoint_serves_the_account_and_what_is_named" {
         Condition = { StringEquals = { "aws:PrincipalAccount" = "123456789012" } }
       },
       {
-        Sid       = "ReadProdeuwest1starportlayerbucket"
+        Sid       = "Read"
         Effect    = "Allow"
         Principal = "*"
         Action    = ["s3:GetObject"]
-        Resource  = ["arn:aws:s3:::prod-eu-west-1-starport-layer-bucket/*"]
+        Resource  = ["arn:aws:s3:::a.b-c/*", "arn:aws:s3:::ab.c/*", "arn:aws:s3:::prod-eu-west-1-starport-layer-bucket/*"]
         Condition = { Bool = { "aws:SecureTransport" = "true" } }
       },
     ]
@@ -221,6 +221,26 @@ run "a_key_by_alias_is_refused" {
   }
 
   expect_failures = [var.key_arn]
+}
+
+run "a_pattern_of_keys_is_refused" {
+  command = plan
+
+  variables {
+    key_arn = "arn:aws:kms:eu-west-1:123456789012:key/*"
+  }
+
+  expect_failures = [var.key_arn]
+}
+
+run "a_pattern_of_readable_buckets_is_refused" {
+  command = plan
+
+  variables {
+    readable_buckets = ["prod-*"]
+  }
+
+  expect_failures = [var.readable_buckets]
 }
 
 run "an_unknown_partition_is_refused" {
