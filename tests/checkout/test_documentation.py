@@ -306,7 +306,8 @@ def test_links_lead_to_pages_and_headings(page: str) -> None:
 def test_files_and_make_targets_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)+/?)`", doc_pages.prose(page)))
     ours = {path for path in named if (ROOT / path.split("/")[0]).exists()}
-    assert not {path for path in ours if not (ROOT / path).exists()}
+    made = {path for path in ours if path.startswith("build/")}  # by the commands on the pages
+    assert not {path for path in ours - made if not (ROOT / path).exists()}
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"`make ([a-z-]+)", doc_pages.prose(page))) <= set(targets)
 

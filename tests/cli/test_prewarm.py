@@ -413,13 +413,17 @@ app()
 """
 
 
+_HEEDING = ["env", "--default-signal=HUP,INT,TERM"]
+"""Whoever runs the tests may ignore some of them, as `nohup` does, and hand that on."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_second_signal_ends_the_job_at_once_and_leaves_no_media(
     tmp_path: Path, media: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "scratch").mkdir()
-    command = [sys.executable, "-c", _TOLD_TWICE, "--url", f"file://{tmp_path}/bucket"]
+    command = [*_HEEDING, sys.executable, "-c", _TOLD_TWICE, "--url", f"file://{tmp_path}/bucket"]
     command += ["prewarm", "--model", "m", "--media", str(media)]
     environment = {**os.environ, "TMPDIR": f"{tmp_path}/scratch", "SIGNAL": str(int(number))}
     ended = subprocess.run(
@@ -435,7 +439,7 @@ def test_job_that_shall_outlive_its_terminal_does(tmp_path: Path, media: Path) -
     command = [sys.executable, "-c", script, "--json", "--url", f"file://{tmp_path}/bucket"]
     command += ["prewarm", "--model", "m", "--media", str(media), "--batch-size", "2"]
     ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
-    for prefix, encoded, stopped in (([], 4, "told to stop"), (ignoring, 2, None)):
+    for prefix, encoded, stopped in ((_HEEDING, 4, "told to stop"), (ignoring, 2, None)):
         ended = subprocess.run(
             [*prefix, *command], check=False, timeout=100, capture_output=True, text=True
         )
