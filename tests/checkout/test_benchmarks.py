@@ -327,7 +327,7 @@ def test_the_page_says_what_else_the_machine_did(
 
 def test_work_of_its_own_children_is_not_beside_a_benchmark() -> None:
     before = Usage.now()
-    spin = "import time\nwhile time.process_time() < 0.3: pass"
+    spin = "import time\nwhile time.process_time() < 0.35: pass"  # counted in steps of 10 ms
     subprocess.run([sys.executable, "-c", spin], check=True)
     after = Usage.now()
     assert after.own - before.own >= 0.3
