@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ec_s3.errors import ConfigError
+from ec_s3.sources import parse_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,12 +122,9 @@ def read_prices(path: Path | None = None) -> Prices:
 
 def _load(text: str, name: str) -> dict[str, Any]:  # texts and numbers, by name
     try:
-        document = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"prices: {name} is no YAML: {error}") from None
-    # A date that does not exist, a number too long, a tag that does not fit, too many brackets.
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"prices: {name} has a value that is none of its kind: {error}") from None
+        document: Any = parse_yaml(text) or {}
+    except ValueError as error:
+        raise ConfigError(f"prices: {name} cannot be read: {error}") from None
     known = [field.name for field in fields(Prices)]
     if not isinstance(document, dict) or not set(document) <= set(known):
         unknown = ", ".join(sorted(set(map(str, document)) - set(known)))[:200]

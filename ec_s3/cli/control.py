@@ -105,8 +105,6 @@ async def switch(store: Store, out: Output, namespace: str, *, enabled: bool) ->
 async def invalidate(store: Store, out: Output, namespace: str, before: str) -> ExitCode:
     """Let objects made before a time no longer count."""
     valid_after = parse_time(before)
-    if valid_after < 0:
-        raise ConfigError(f"{before} is before 1970, and so is no object; 0 lets all of them count")
     if valid_after > time.time() + AHEAD_SECONDS:
         raise ConfigError(f"{before} is in the future: until then no new object would count either")
     return await _change(

@@ -25,6 +25,7 @@ from ec_s3.prewarm.estimate import Limits, estimate
 from ec_s3.prewarm.expect import read_expected
 from ec_s3.prewarm.isolation import open_encoder
 from ec_s3.prewarm.job import Wanted, opened
+from ec_s3.prewarm.media import local_path
 from ec_s3.prewarm.report import Outcome
 from ec_s3.prewarm.runner import REQUESTS_AN_UPLOAD, Listeners, Mode
 from ec_s3.prices import read_prices
@@ -105,8 +106,7 @@ async def run_job(request: Request, config: ECConfig, out: Output) -> ExitCode:
 
 def _check_files(request: Request) -> None:
     """Make sure that no file is written over the manifest, or over another one."""
-    media = os.path.expanduser(request.media.removeprefix("file://"))  # noqa: PTH111  never raises
-    taken = {os.path.realpath(media): "the manifest"}
+    taken = {os.path.realpath(local_path(request.media)): "the manifest"}
     for option, path in (("--errors", request.errors), ("--report", request.report)):
         if path is None or (path.exists() and not path.is_file()):  # such as /dev/stdout
             continue

@@ -74,7 +74,7 @@ class Source:
         self._scratch = scratch
         self._shard = shard or Shard()
         self._prefix: tuple[str, str] | None = None
-        self._local = _expanded(media.removeprefix("file://"))
+        self._local = local_path(media)
         self._folder = self._local.parent
 
     async def open(self) -> int | None:
@@ -130,7 +130,7 @@ class Source:
         """Where an entry's media are, `s3://` or a file; what is relative is so to its manifest."""
         if uri.startswith("s3://"):
             return uri
-        path = _expanded(uri.removeprefix("file://"))
+        path = local_path(uri)
         if not self._media.startswith("s3://") or path.is_absolute() or uri.startswith("file://"):
             return self._folder / path
         bucket, key = split_uri(self._media.partition("?")[0])
@@ -246,12 +246,9 @@ def _size(path: Path) -> int:
     return found.st_size
 
 
-def _expanded(path: str) -> Path:
-    """The path with the home folder in place of `~`; a name that only begins so stays."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
+def local_path(uri: str) -> Path:
+    """The file that is meant, by its path or a `file://` URI; a name may begin with `~`, too."""
+    return Path(os.path.expanduser(uri.removeprefix("file://")))  # noqa: PTH111  pathlib's raises
 
 
 def _walk(folder: Path) -> Iterator[Path]:

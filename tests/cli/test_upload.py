@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
+from unlistable import make_unlistable
 
 from ec_s3.cli.app import app
 from ec_s3.ingest import tensor_files
@@ -183,14 +183,7 @@ def test_the_size_of_a_tensor_is_known_before_it_is_read(
 def test_folder_that_cannot_be_listed_is_not_left_out_in_silence(
     folder: Command, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scandir = os.scandir
-
-    def denied(path: str) -> object:
-        if str(path).endswith("more"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
+    make_unlistable(monkeypatch, "more")
     failed, report = folder.records("upload", str(outputs), "--model", "org/model", code=1)
     assert failed["item"] == str(outputs / "more")
     assert "cannot be listed" in failed["error"]

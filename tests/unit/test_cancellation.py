@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from stubborn import outlast
 
 from ec_s3.cancellation import all_or_cancel, run_to_end
 from ec_s3.errors import ClosedError
@@ -56,14 +57,7 @@ async def test_the_first_failure_is_raised_after_all_have_ended() -> None:
 async def test_it_is_left_only_when_all_have_ended_however_often_it_is_cancelled() -> None:
     end = asyncio.Event()
 
-    async def stubborn() -> None:
-        while not end.is_set():
-            try:
-                await end.wait()
-            except asyncio.CancelledError:
-                continue
-
-    task = asyncio.create_task(all_or_cancel([stubborn(), stubborn()]))
+    task = asyncio.create_task(all_or_cancel([outlast(end), outlast(end)]))
     for _ in range(3):
         await asyncio.sleep(0)  # both have begun
     for _ in range(4):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from stubborn import outlast
 
 from ec_s3 import __version__
 from ec_s3.config import ECConfig
@@ -672,9 +672,7 @@ async def test_a_store_that_lets_go_of_nothing_does_not_hold_up_the_start(
     class Stuck(Bucket):
         async def connect(self) -> None:
             """As a folder on a dead file system does."""
-            while not end.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await end.wait()
+            await outlast(end)
             raise RemoteUnavailableError("gone", operation="connect")
 
     async with asyncio.timeout(10):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import threading
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stubborn import outlast
 
 from ec_s3.blocking import ECCacheEngine
 from ec_s3.config import ECConfig
@@ -596,9 +596,7 @@ async def test_a_store_that_lets_go_of_nothing_does_not_keep_the_engine_open(
 
     async def stuck(*_: object, **__: object) -> None:
         entered.set()
-        while not end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await end.wait()
+        await outlast(end)
 
     monkeypatch.setattr(bucket, "get", stuck)
     async with engine(bucket) as cache:
@@ -617,9 +615,7 @@ async def test_a_refresh_that_lets_go_of_nothing_does_not_keep_the_engine_open(
 
     async def stuck(*_: object, **__: object) -> None:
         entered.set()
-        while not end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await end.wait()
+        await outlast(end)
 
     async with engine(bucket, object_lifetime=3600.0) as cache:
         assert await cache.put("a", tensor(1))

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from unlistable import make_unlistable
 
 from ec_s3.errors import ConfigError, RemoteUnavailableError
 from ec_s3.prewarm.buckets import MAX_MEDIA_BYTES, MediaBuckets, MediaError
@@ -81,14 +82,7 @@ async def test_folder_that_cannot_be_listed_is_not_left_out_in_silence(
 ) -> None:
     (tmp_path / "media" / "sub").mkdir(parents=True)
     (tmp_path / "media" / "a.png").touch()
-    scandir = os.scandir
-
-    def denied(path: str) -> object:
-        if str(path).endswith("sub"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
+    make_unlistable(monkeypatch, "sub")
     with pytest.raises(PermissionError):
         await names(str(tmp_path / "media"), buckets, scratch)
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from stubborn import outlast
 
 from ec_s3.errors import ClosedError
 from ec_s3.singleflight import SingleFlight
@@ -208,11 +209,7 @@ async def test_closing_does_not_wait_for_a_call_that_will_not_end() -> None:
     end = asyncio.Event()
 
     async def stubborn() -> Resource:
-        while not end.is_set():
-            try:
-                await end.wait()
-            except asyncio.CancelledError:
-                continue
+        await outlast(end)
         return Resource()
 
     waiting = asyncio.create_task(flights.run("k", stubborn))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from stubborn import outlast
 
 from ec_s3.errors import (
     CapacityError,
@@ -683,11 +684,7 @@ async def test_close_does_not_wait_for_a_store_that_ignores_it(
             if_match: str | None = None,
         ) -> PutOutcome:
             entered.append(key)
-            while not end.is_set():
-                try:
-                    await end.wait()
-                except asyncio.CancelledError:
-                    continue
+            await outlast(end)
             return PutOutcome.WRITTEN
 
     rig.bucket = Stubborn()
